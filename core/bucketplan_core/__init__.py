@@ -1,0 +1,1 @@
+"""Data model, legality, cost and planners of bucketplan; needs neither torch nor a web framework."""
