@@ -1,0 +1,243 @@
+"""Reading a decoded tree field by field, with the path of whatever is wrong.
+
+`Fields` consumes one map: every reader names a key, checks type and range, and `finish` refuses what nobody asked for.
+`column_*` readers check a whole array at once, because candidates travel column-wise and come in thousands.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
+
+from bucketplan_core.errors import DecodeError, SchemaVersionError
+from bucketplan_core.wire import MAX_INT, WireValue
+
+__all__ = ["MAX_STRING_CHARACTERS", "Fields"]
+
+MAX_STRING_CHARACTERS = 16_384
+"""Longest name: parameter paths of generated models reach kilobytes; nothing legitimate reaches this."""
+_HEX_DIGEST = re.compile(r"[0-9a-f]{64}\Z")
+
+T = TypeVar("T")
+
+
+class Fields:
+    """A map being read; `path` is where it stands in the document."""
+
+    def __init__(self, value: WireValue, path: str) -> None:
+        if not isinstance(value, dict):
+            raise DecodeError(path, value, "must be a map")
+        self._left: dict[str, WireValue] = dict(value)
+        self.path = path
+
+    def finish(self) -> None:
+        """Refuse keys that no reader consumed."""
+        for key in sorted(self._left):
+            raise DecodeError(f"{self.path}.{key}", self._left[key], "unknown key")
+
+    def peek(self, key: str) -> list[WireValue]:
+        """The array under `key` without consuming it, empty when there is none: its length sizes other columns."""
+        value = self._left.get(key)
+        return value if isinstance(value, list) else []
+
+    def raw(self, key: str) -> WireValue:
+        if key not in self._left:
+            raise DecodeError(f"{self.path}.{key}", None, "required key is missing")
+        value: WireValue = self._left.pop(key)
+        return value
+
+    def schema(self, supported: Sequence[int]) -> int:
+        value = self.raw("schema")
+        if type(value) is not int or value not in supported:
+            raise SchemaVersionError(f"{self.path}.schema", value, supported)
+        return value
+
+    def integer(self, key: str, *, low: int = 0, high: int = MAX_INT) -> int:
+        return _int(self.raw(key), self._at(key), low, high)
+
+    def optional_integer(
+        self, key: str, *, low: int = 0, high: int = MAX_INT
+    ) -> int | None:
+        value = self.raw(key)
+        return None if value is None else _int(value, self._at(key), low, high)
+
+    def flag(self, key: str) -> bool:
+        value = self.raw(key)
+        if type(value) is not bool:
+            raise DecodeError(self._at(key), value, "must be true or false")
+        return value
+
+    def text(self, key: str, *, choices: Collection[str] | None = None) -> str:
+        return _str(self.raw(key), self._at(key), choices)
+
+    def name(self, key: str) -> str:
+        """Text that must not be empty."""
+        value = self.text(key)
+        if not value:
+            raise DecodeError(self._at(key), value, "must not be empty")
+        return value
+
+    def optional_text(self, key: str) -> str | None:
+        value = self.raw(key)
+        return None if value is None else _str(value, self._at(key), None)
+
+    def digest(self, key: str) -> str:
+        return _digest(self.raw(key), self._at(key))
+
+    def optional_digest(self, key: str) -> str | None:
+        value = self.raw(key)
+        return None if value is None else _digest(value, self._at(key))
+
+    def submap(self, key: str) -> Fields:
+        return Fields(self.raw(key), self._at(key))
+
+    def optional_submap(self, key: str) -> Fields | None:
+        value = self.raw(key)
+        return None if value is None else Fields(value, self._at(key))
+
+    def keys(self) -> list[str]:
+        """Keys not read yet, sorted: for maps whose keys are data."""
+        return sorted(self._left)
+
+    def array(self, key: str, *, limit: int) -> list[WireValue]:
+        value = self.raw(key)
+        if not isinstance(value, list):
+            raise DecodeError(self._at(key), value, "must be a list")
+        if len(value) > limit:
+            raise DecodeError(
+                self._at(key),
+                f"{len(value)} entries",
+                f"at most {limit} entries are allowed",
+            )
+        return value
+
+    def column(
+        self, key: str, length: int, read: Callable[[WireValue, str], T]
+    ) -> list[T]:
+        """One array of `length` entries, each read by `read(value, path)`."""
+        values = self.array(key, limit=MAX_INT)
+        if len(values) != length:
+            raise DecodeError(
+                self._at(key),
+                f"{len(values)} entries",
+                f"must have {length} entries, as the other columns",
+            )
+        return [
+            read(value, f"{self._at(key)}[{index}]")
+            for index, value in enumerate(values)
+        ]
+
+    def column_int(
+        self, key: str, length: int, *, low: int = 0, high: int = MAX_INT
+    ) -> list[int]:
+        return self.column(
+            key, length, lambda value, path: _int(value, path, low, high)
+        )
+
+    def column_optional_int(
+        self, key: str, length: int, *, low: int = 0, high: int = MAX_INT
+    ) -> list[int | None]:
+        return self.column(
+            key,
+            length,
+            lambda value, path: None if value is None else _int(value, path, low, high),
+        )
+
+    def column_bool(self, key: str, length: int) -> list[bool]:
+        return self.column(key, length, _bool)
+
+    def column_str(
+        self, key: str, length: int, *, choices: Collection[str] | None = None
+    ) -> list[str]:
+        return self.column(key, length, lambda value, path: _str(value, path, choices))
+
+    def column_optional_str(
+        self, key: str, length: int, *, choices: Collection[str] | None = None
+    ) -> list[str | None]:
+        return self.column(
+            key,
+            length,
+            lambda value, path: None if value is None else _str(value, path, choices),
+        )
+
+    def column_ints(
+        self, key: str, length: int, *, low: int = 0, limit: int
+    ) -> list[tuple[int, ...]]:
+        return self.column(
+            key, length, lambda value, path: _ints(value, path, low, limit)
+        )
+
+    def column_strs(
+        self, key: str, length: int, *, limit: int
+    ) -> list[tuple[str, ...]]:
+        return self.column(key, length, lambda value, path: _strs(value, path, limit))
+
+    def _at(self, key: str) -> str:
+        return f"{self.path}.{key}"
+
+
+def _int(value: WireValue, path: str, low: int, high: int) -> int:
+    if type(value) is not int:
+        raise DecodeError(path, value, "must be an integer")
+    if not low <= value <= high:
+        raise DecodeError(path, value, f"must be between {low} and {high}")
+    return value
+
+
+def _bool(value: WireValue, path: str) -> bool:
+    if type(value) is not bool:
+        raise DecodeError(path, value, "must be true or false")
+    return value
+
+
+def _str(value: WireValue, path: str, choices: Collection[str] | None) -> str:
+    if type(value) is not str:
+        raise DecodeError(path, value, "must be text")
+    if choices is not None:
+        if value not in choices:
+            raise DecodeError(
+                path, value, f"must be one of {', '.join(sorted(choices))}"
+            )
+    elif len(value) > MAX_STRING_CHARACTERS:
+        raise DecodeError(
+            path,
+            f"{len(value)} characters",
+            f"at most {MAX_STRING_CHARACTERS} characters are allowed",
+        )
+    return value
+
+
+def _digest(value: WireValue, path: str) -> str:
+    if type(value) is not str or _HEX_DIGEST.match(value) is None:
+        raise DecodeError(path, value, "must be 64 lower-case hex characters")
+    return value
+
+
+def _ints(value: WireValue, path: str, low: int, limit: int) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise DecodeError(path, value, "must be a list of integers")
+    if len(value) > limit:
+        raise DecodeError(
+            path, f"{len(value)} entries", f"at most {limit} entries are allowed"
+        )
+    for index, item in enumerate(value):
+        if type(item) is not int or not low <= item <= MAX_INT:
+            raise DecodeError(
+                f"{path}[{index}]",
+                item,
+                f"must be an integer between {low} and {MAX_INT}",
+            )
+    return tuple(value)
+
+
+def _strs(value: WireValue, path: str, limit: int) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise DecodeError(path, value, "must be a list of texts")
+    if len(value) > limit:
+        raise DecodeError(
+            path, f"{len(value)} entries", f"at most {limit} entries are allowed"
+        )
+    return tuple(
+        _str(item, f"{path}[{index}]", None) for index, item in enumerate(value)
+    )
