@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install test lint format demo bench soak clean
+.PHONY: help install test lint format demo bench soak constraints clean
 
 # The torch build that constraints.txt pins is chosen by Python version, so the interpreter is asked, not trusted.
 PYTHON ?= $(shell for python in python3.11 python3; do \
@@ -17,7 +17,7 @@ EXTRAS := client,server,dev,torchtitan-tests
 PYTEST_ARGS ?=
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP)  ## make .venv with every extra at the pinned versions
 
@@ -51,6 +51,12 @@ bench: $(STAMP)  ## run tests/benchmarks; figures go to build/bench/NAME.json
 
 soak: $(STAMP)  ## the tests marked soak at their full counts; SEED_START=N resumes
 	BUCKETPLAN_SOAK=1 $(BIN)/python -m pytest -m soak -s --timeout=0 $(PYTEST_ARGS)
+
+# Needed after a change of dependencies; torch without its local label, which names a build and not a version.
+constraints: $(STAMP)  ## pin in constraints.txt what .venv now holds
+	$(BIN)/python -m pip freeze --quiet --all --exclude-editable \
+		| grep -v '^pip==' | sed 's/^\(torch==[0-9.]*\)+.*/\1/' | LC_ALL=C sort -f > constraints.txt
+	touch $(STAMP)
 
 clean:  ## remove build output; the virtual environment stays
 	rm -rf build dist
