@@ -3,6 +3,7 @@
 import re
 import subprocess
 import tomllib
+from itertools import chain
 
 from tests.support.paths import ROOT
 
@@ -13,7 +14,9 @@ TOP_LEVEL = {
 }  # fmt: skip
 
 # Written in pieces, so that this file does not find itself.
-WORKPLACE_PATHS = re.compile(r"(?<![\w.\-/}])/(?:" + "|".join(("wo" + "rk", "ro" + "ot", "opt/wh" + "eels")) + r")/\w")
+WORKPLACE_PATHS = re.compile(
+    r"(?<![\w.\-/}])/(?:" + "|".join(("wo" + "rk", "ro" + "ot", "opt/wh" + "eels", "tmp/" + "bp")) + r")/\w"
+)
 REGISTRY_HOSTS = re.compile(
     "|".join(("py" + r"pi\.org", r"python" + r"hosted\.org", r"npm" + r"js\.org", r"deb\." + r"debian\.org"))
 )
@@ -59,13 +62,13 @@ def test_every_constraint_is_one_exact_version():
     pins = [line for line in lines if line and not line.startswith("#")]
     wrong = [line for line in pins if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", line)]
     assert wrong == [], "no ranges, addresses, local paths or local version labels"
-    assert pins == sorted(pins, key=str.lower)
+    assert pins == sorted(pins, key=str.upper)
     assert "torch==2.13.0" in pins
 
 
 def test_every_direct_dependency_is_pinned():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    requirements = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
+    requirements = [*project["dependencies"], *chain.from_iterable(project["optional-dependencies"].values())]
     pinned = {canonical(line) for line in (ROOT / "constraints.txt").read_text().splitlines()}
     assert {canonical(requirement) for requirement in requirements} - pinned == set()
 
