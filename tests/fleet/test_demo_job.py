@@ -20,6 +20,15 @@ def test_sharded_graph_trains_as_unsharded_eager_does(num_ranks, layout, tied_he
             # The root's parameters stay gathered between forward and backward, the blocks' do not.
             assert kinds["fsdp_all_gather_backward", param] == int(param.startswith("blocks."))
             assert kinds["dp_all_reduce", param] == int(layout == "hybrid" and ".experts." in param)
+        for kind, param, parts in result["readers"]:
+            if kind == "fsdp_all_gather":
+                # What is resharded is not kept for the backward.
+                assert parts == {"forward"} if param.startswith("blocks.") else "forward" in parts
+            elif kind == "fsdp_all_gather_backward":
+                assert parts == {"backward"}
+            else:
+                assert parts <= {"backward", "output"}
+                assert parts
         assert ("head.weight" in result["params"]) is not tied_head
         assert {group for _, param, group in result["launches"] if ".experts." not in param} == {"fsdp"}
     assert results[0]["sharded"] != results[1]["sharded"], "ranks must train on batches of their own"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.support.fsdp_model import (
     SMALL,
+    VIEWS,
     FsdpPolicy,
     RankGroup,
     ShardedGraph,
@@ -106,7 +107,22 @@ def train_beside_eager(config: TransformerConfig, layout: str, num_steps: int) -
         "eager": eager,
         "params": graph.param_names,
         "launches": [(node.meta["comm_type"], node.meta["param_name"], node.meta["comm_group"]) for node in launches],
+        "readers": [_readers_of(node) for node in launches],
     }
+
+
+def _readers_of(launch: Any) -> tuple[str, str, set[str]]:
+    """Kind and parameter of a collective, and in which part of the graph its result is read, views looked through."""
+    (wait,) = launch.users
+    seen = [wait]
+    for node in seen:
+        seen.extend(user for user in node.users if user.target in VIEWS and user not in seen)
+    readers = {user for node in seen for user in node.users if user not in seen}
+    parts = {
+        "output" if user.op == "output" else "backward" if user.meta.get("autograd_backward") else "forward"
+        for user in readers
+    }
+    return launch.meta["comm_type"], launch.meta["param_name"], parts
 
 
 def small_beside_eager(layout: str, tied_head: bool, num_steps: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ if _DEMO not in sys.path:
     sys.path.append(_DEMO)
 
 from demojob.corpus import CORPUS, read_corpus, sample_batch  # noqa: E402
-from demojob.fsdp import FsdpPolicy, RankGroup, ShardedGraph, shard_graph  # noqa: E402
+from demojob.fsdp import VIEWS, FsdpPolicy, RankGroup, ShardedGraph, shard_graph  # noqa: E402
 from demojob.model import Transformer, TransformerConfig  # noqa: E402
 from demojob.trace import JointGraph, trace_joint  # noqa: E402
 from demojob.training import Trainer, shards_of  # noqa: E402
@@ -19,6 +19,7 @@ from demojob.training import Trainer, shards_of  # noqa: E402
 __all__ = [
     "CORPUS",
     "SMALL",
+    "VIEWS",
     "FsdpPolicy",
     "JointGraph",
     "RankGroup",

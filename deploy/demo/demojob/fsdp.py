@@ -153,6 +153,7 @@ def _gather_where_used(
         ]
     late = {reader for reader, source in backward_readers if source is param}
     early = [user for user in users if user not in late]
+    gathered = param
     if early:
         before = min(early, key=position.__getitem__) if reshard else _first_compute(builder.gm)
         gathered = builder.collective("fsdp_all_gather", group, param, before, common, backward=False)
@@ -162,7 +163,7 @@ def _gather_where_used(
         return
     before = min((reader for reader, _ in backward_readers), key=position.__getitem__)
     regathered = builder.collective("fsdp_all_gather_backward", group, param, before, common, backward=True)
-    replacement = {param: regathered}
+    replacement = dict.fromkeys((param, gathered), regathered)
     for view in views:
         clone = builder.copy_view(view, replacement, before)
         clone.meta["fsdp_ag_node"] = regathered.meta["wait_for"]
