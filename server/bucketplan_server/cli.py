@@ -1,0 +1,124 @@
+"""`bucketplan-server`: serve, migrate, version. Every setting is a flag here and a variable `BUCKETPLAN_<NAME>`."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from bucketplan_server import __version__
+from bucketplan_server.settings import Settings, SettingsError, load_settings
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="bucketplan-server",
+    help="The bucketplan service: one authoritative bucket plan for every rank of a fleet.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_errors = Console(stderr=True, soft_wrap=True, highlight=False)
+
+EXIT_USAGE = 2
+EXIT_FAILED = 1
+
+
+def _with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command one flag a setting (all where none are named), so that flags and settings cannot drift apart."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        parameters = [
+            parameter
+            for parameter in inspect.signature(command).parameters.values()
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
+        annotations = dict(inspect.get_annotations(command, eval_str=True))
+        annotations.pop("flags", None)
+        for name, field in Settings.model_fields.items():
+            if names and name not in names:
+                continue
+            kind = field.annotation if field.annotation in (int, float, bool) else str
+            flag = f"--{name.replace('_', '-')}"
+            option = typer.Option(
+                f"{flag}/--no-{flag[2:]}" if kind is bool else flag,
+                help=f"{field.description} [BUCKETPLAN_{name.upper()}, {field.default}]",
+                show_default=False,
+            )
+            annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
+            annotations[name] = annotation
+            parameters.append(
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            )
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = annotations
+        return command
+
+    return decorate
+
+
+def _settings(flags: dict[str, Any]) -> Settings:
+    try:
+        return load_settings(**flags)
+    except SettingsError as error:
+        _fail(str(error), EXIT_USAGE)
+
+
+def _fail(message: str, status: int = EXIT_FAILED) -> NoReturn:
+    _errors.print(f"bucketplan-server: {message}", markup=False)
+    raise typer.Exit(status)
+
+
+@app.command()
+@_with_settings()
+def serve(**flags: Any) -> None:
+    """Serve plans until SIGTERM. Flags win over the environment."""
+    from bucketplan_server.logs import configure_logs
+    from bucketplan_server.serve import run
+    from bucketplan_server.store.engine import StoreError
+    from bucketplan_server.store.lock import LockHeld
+    from bucketplan_server.store.migrate import SchemaTooNew
+
+    settings = _settings(flags)
+    configure_logs(settings.log_level, settings.log_format)
+    try:
+        run(settings)
+    except (LockHeld, SchemaTooNew, StoreError) as error:
+        _fail(str(error))
+
+
+@app.command()
+@_with_settings("database", "store_timeout_seconds")
+def migrate(**flags: Any) -> None:
+    """Bring the database to this release's tables (serve does it by itself at start)."""
+    from bucketplan_server.store.engine import StoreError, open_store
+    from bucketplan_server.store.lock import LockHeld
+    from bucketplan_server.store.migrate import SchemaTooNew, head_revision
+
+    settings = _settings(flags)
+
+    async def upgrade() -> None:
+        store = await open_store(settings.database, timeout_seconds=settings.store_timeout_seconds)
+        await store.close()
+
+    try:
+        asyncio.run(upgrade())
+    except (LockHeld, SchemaTooNew, StoreError) as error:
+        _fail(str(error))
+    typer.echo(f"{settings.database} is at migration {head_revision()}")
+
+
+@app.command()
+def version() -> None:
+    """Print the release."""
+    typer.echo(f"bucketplan-server {__version__} (Python {sys.version.split()[0]})")
+
+
+def main() -> None:
+    """Entry of the command `bucketplan-server`."""
+    app()

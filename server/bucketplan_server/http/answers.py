@@ -1,0 +1,75 @@
+"""Turning results and problems into responses, in the encoding that the caller wants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from bucketplan_core.plan import Plan
+from bucketplan_core.wire import WireValue, pack, to_json
+from bucketplan_server.http.negotiation import JSON_TYPE, MSGPACK_TYPE, Encoding, accepts_gzip, preferred
+from bucketplan_server.memory import Served, plan_headers
+from bucketplan_server.problems import Problem
+
+__all__ = ["answer", "plan_answer", "problem_answer", "wanted_encoding"]
+
+
+def wanted_encoding(request: Request, *, default: Encoding = "json") -> Encoding:
+    """The encoding that the caller wants; raises ``not-acceptable``."""
+    accept = request.headers.get("accept")
+    encoding = preferred(accept, default=default)
+    if encoding is None:
+        raise Problem(
+            "not-acceptable",
+            f"Accept is {accept!r}; this server answers {MSGPACK_TYPE} and {JSON_TYPE}",
+            fields={"path": "Accept", "value": accept, "supported": [MSGPACK_TYPE, JSON_TYPE]},
+        )
+    return encoding
+
+
+def answer(
+    tree: Mapping[str, WireValue],
+    encoding: Encoding,
+    *,
+    status: int = 200,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """`tree` as canonical MessagePack, or as JSON for people."""
+    body, media_type = (pack(tree), MSGPACK_TYPE) if encoding == "msgpack" else (to_json(tree, indent=1), JSON_TYPE)
+    return Response(body, status_code=status, headers=dict(headers or {}), media_type=media_type)
+
+
+def plan_answer(request: Request, served: Served, encoding: Encoding, *, status: int = 200) -> Response:
+    """One plan as stored bytes or as a readable tree; 304 for a caller that has it."""
+    if request.method in ("GET", "HEAD") and served.etag.decode() in request.headers.get("if-none-match", ""):
+        return _raw(served.not_modified, 304)
+    if encoding == "json":
+        tree = Plan.decode(served.row.plan).to_people()
+        response = Response(to_json(tree, indent=1), status_code=status, media_type=JSON_TYPE)
+        response.raw_headers.extend(plan_headers(served.row, weak=True))
+        return response
+    gzipped = served.gzipped is not None and accepts_gzip(request.headers.get("accept-encoding"))
+    return _raw(served.gzipped if gzipped and served.gzipped is not None else served.plain, status)
+
+
+def problem_answer(problem: Problem, accept: str | None, *, content_type: str | None = None) -> Response:
+    """The one shape of every error, in the encoding that the caller wants, or that it sent where it does not say."""
+    sent: Encoding = "msgpack" if content_type is not None and "msgpack" in content_type else "json"
+    encoding = preferred(accept, default=sent) or "json"
+    body = pack(problem.to_wire()) if encoding == "msgpack" else to_json(problem.to_wire(), indent=1)
+    return Response(
+        body,
+        status_code=problem.status,
+        headers={**problem.headers, "Cache-Control": "no-store"},
+        media_type=f"application/problem+{encoding}",
+    )
+
+
+def _raw(messages: tuple[dict[str, object], dict[str, object]], status: int) -> Response:
+    start, body = messages
+    response = Response(body["body"], status_code=status)
+    # The headers were built with the body; Response would add a length of its own.
+    response.raw_headers = list(start["headers"])  # type: ignore[call-overload]
+    return response

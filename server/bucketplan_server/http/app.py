@@ -1,0 +1,78 @@
+"""The FastAPI application: routes, and every error in the one shape."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from bucketplan_server import __version__
+from bucketplan_server.http.answers import problem_answer
+from bucketplan_server.http.routes import operation, plans
+from bucketplan_server.http.state import AppState
+from bucketplan_server.problems import Problem
+
+__all__ = ["build_app"]
+
+_DESCRIPTION = """One authoritative communication bucket plan for every rank of a compiled FSDP training fleet.
+
+Bodies are MessagePack (`application/msgpack`) or JSON (`application/json`) by `Content-Type` and `Accept`; errors are
+problem details (RFC 9457) in either encoding."""
+
+
+def build_app(state: AppState) -> FastAPI:
+    """The application behind the front; `state` carries the parts that routes use."""
+    app = FastAPI(
+        title="bucketplan",
+        version=__version__,
+        description=_DESCRIPTION,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.parts = state
+    for router in (plans.router, operation.router):
+        app.include_router(router)
+    app.add_exception_handler(Problem, _on_problem)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http)
+    return app
+
+
+def _answer(request: Request, problem: Problem) -> Response:
+    return problem_answer(problem, request.headers.get("accept"), content_type=request.headers.get("content-type"))
+
+
+async def _on_problem(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Problem)
+    return _answer(request, error)
+
+
+async def _on_invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    path = ".".join(str(part) for part in first["loc"])
+    value = str(first.get("input"))[:200]
+    problem = Problem(
+        "invalid-parameter", f"{path}: {first['msg']} (got {value!r})", fields={"path": path, "value": value}
+    )
+    return _answer(request, problem)
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    headers = dict(error.headers or {})
+    if error.status_code == 404:
+        problem = Problem("not-found", f"there is nothing at {request.url.path}", fields={"path": request.url.path})
+    elif error.status_code == 405:
+        allowed = headers.get("Allow", headers.get("allow", ""))
+        problem = Problem(
+            "method-not-allowed",
+            f"{request.url.path} takes {allowed or 'other methods'}, not {request.method}",
+            headers=headers,
+        )
+    else:
+        problem = Problem("invalid-body", str(error.detail), status=error.status_code, headers=headers)
+    return _answer(request, problem)

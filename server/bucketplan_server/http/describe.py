@@ -1,0 +1,86 @@
+"""What the OpenAPI description says of bodies and answers: both encodings of one model, and the problems of a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bucketplan_server.http.negotiation import JSON_TYPE, MSGPACK_TYPE
+from bucketplan_server.problems import PROBLEMS
+
+__all__ = ["DIGEST", "PLAN", "PROBLEM", "body_of", "both", "obj", "problems"]
+
+DIGEST: dict[str, Any] = {"type": "string", "pattern": "^[0-9a-f]{64}$", "description": "SHA-256 in lower-case hex"}
+_ANY_MAP: dict[str, Any] = {"type": "object"}
+
+PROBLEM: dict[str, Any] = {
+    "type": "object",
+    "description": "Problem details (RFC 9457); members beside the standard ones name the field, value or rule",
+    "required": ["type", "title", "status", "detail"],
+    "properties": {
+        "type": {"type": "string", "enum": [kind.urn for kind in PROBLEMS.values()]},
+        "title": {"type": "string"},
+        "status": {"type": "integer"},
+        "detail": {"type": "string"},
+        "path": {"type": "string", "description": "where the offending field stands"},
+    },
+}
+
+PLAN: dict[str, Any] = {
+    "type": "object",
+    "description": "A plan: in MessagePack `decision` is the canonical encoding whose SHA-256 is `digest`",
+    "required": ["assessment", "decision", "digest", "schema"],
+    "properties": {
+        "assessment": _ANY_MAP,
+        "decision": _ANY_MAP,
+        "digest": DIGEST,
+        "schema": {"type": "integer"},
+    },
+}
+
+
+def obj(required: dict[str, Any], optional: dict[str, Any] | None = None, *, description: str = "") -> dict[str, Any]:
+    """An object schema; `optional` members may be absent."""
+    schema: dict[str, Any] = {
+        "type": "object",
+        "required": sorted(required),
+        "properties": {**required, **(optional or {})},
+    }
+    if description:
+        schema["description"] = description
+    return schema
+
+
+def both(schema: dict[str, Any], description: str) -> dict[str, Any]:
+    """A response in either encoding."""
+    return {
+        "description": description,
+        "content": {JSON_TYPE: {"schema": schema}, MSGPACK_TYPE: {"schema": {}}},
+    }
+
+
+def body_of(schema: dict[str, Any], description: str) -> dict[str, Any]:
+    """A request body in either encoding, as `openapi_extra` of a route."""
+    return {
+        "requestBody": {
+            "required": True,
+            "description": description,
+            "content": {JSON_TYPE: {"schema": schema}, MSGPACK_TYPE: {"schema": {}}},
+        }
+    }
+
+
+def problems(*slugs: str) -> dict[int | str, dict[str, Any]]:
+    """Responses for these problem types, grouped by status."""
+    grouped: dict[int, list[str]] = {}
+    for slug in (*slugs, "internal"):
+        grouped.setdefault(PROBLEMS[slug].status, []).append(slug)
+    return {
+        status: {
+            "description": "; ".join(f"`{slug}`: {PROBLEMS[slug].title}" for slug in found),
+            "content": {
+                "application/problem+json": {"schema": PROBLEM},
+                "application/problem+msgpack": {"schema": {}},
+            },
+        }
+        for status, found in grouped.items()
+    }

@@ -1,0 +1,133 @@
+"""The pure-ASGI front of the application: known plans from memory, caps, request ids and the last word on errors.
+
+A rank that asks for a known plan in MessagePack is answered here, from stored bytes, before any routing, validation or
+middleware. Everything else goes on to the FastAPI application.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import Any
+
+import structlog
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from bucketplan_server.http.answers import problem_answer
+from bucketplan_server.http.bodies import too_large
+from bucketplan_server.http.negotiation import MSGPACK_TYPE
+from bucketplan_server.memory import PlanMemory
+from bucketplan_server.metrics import Metrics
+from bucketplan_server.problems import Problem
+
+__all__ = ["Front"]
+
+_PREFIX = "/v1/plans/"
+_PLAN_PATH_CHARACTERS = len(_PREFIX) + 64
+_MSGPACK = MSGPACK_TYPE.encode()
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}\Z")
+
+
+class Front:
+    """An ASGI application around another one."""
+
+    def __init__(self, app: ASGIApp, *, memory: PlanMemory, metrics: Metrics, max_body_bytes: int) -> None:
+        self._app = app
+        self._memory = memory
+        self._tallies = metrics.tallies
+        self._statuses = metrics.statuses
+        self._max_body_bytes = max_body_bytes
+        self._log = structlog.get_logger("bucketplan_server")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if scope["method"] == "GET":
+            messages = self._known_plan(scope)
+            if messages is not None:
+                self._tallies["bucketplan_plan_hits_total", "memory"] += 1
+                self._statuses[messages[0]["status"]] += 1
+                await send(messages[0])
+                await send(messages[1])
+                return
+        await self._guarded(scope, receive, send)
+
+    def _known_plan(self, scope: Scope) -> tuple[Any, Any] | None:
+        """The stored answer, or None where anything about the request is not the plain case."""
+        path = scope["path"]
+        if len(path) != _PLAN_PATH_CHARACTERS or not path.startswith(_PREFIX):
+            return None
+        wants_msgpack = gzip = False
+        known = b""
+        for name, value in scope["headers"]:
+            if name == b"accept":
+                if value != _MSGPACK:
+                    return None
+                wants_msgpack = True
+            elif name == b"accept-encoding":
+                if b"q=" in value:
+                    return None
+                gzip = b"gzip" in value
+            elif name == b"if-none-match":
+                known = value
+            elif name == b"bucketplan-epoch":
+                return None
+        if not wants_msgpack:
+            return None
+        entry = self._memory.get(path[len(_PREFIX) :])
+        if entry is None:
+            return None
+        served = entry.active
+        if known and served.etag in known:
+            return served.not_modified
+        if gzip and served.gzipped is not None:
+            return served.gzipped
+        return served.plain
+
+    async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"")
+        request_id = given if _REQUEST_ID.match(given) else secrets.token_hex(8).encode()
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                self._statuses[message["status"]] += 1
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+            await send(message)
+
+        with structlog.contextvars.bound_contextvars(request_id=request_id.decode()):
+            try:
+                declared = headers.get(b"content-length", b"0")
+                # The server before us has refused lengths that are no numbers.
+                if int(declared) > self._max_body_bytes:
+                    raise too_large(self._max_body_bytes)
+                if scope["method"] == "HEAD":
+                    # Load balancers probe with HEAD; the protocol server drops the body of the answer.
+                    scope = {**scope, "method": "GET"}
+                await self._app(scope, receive, send_with_id)
+            except ClientDisconnect:
+                return
+            except Exception as error:
+                problem = error if isinstance(error, Problem) else self._unexpected(error, scope, request_id)
+                if started:
+                    raise
+                accept, content_type = headers.get(b"accept"), headers.get(b"content-type")
+                response = problem_answer(
+                    problem,
+                    None if accept is None else accept.decode("latin-1"),
+                    content_type=None if content_type is None else content_type.decode("latin-1"),
+                )
+                await response(scope, receive, send_with_id)
+
+    def _unexpected(self, error: Exception, scope: Scope, request_id: bytes) -> Problem:
+        self._log.error("request.failed", method=scope["method"], path=scope["path"], exc_info=error)
+        return Problem(
+            "internal",
+            f"the server failed; its log says why under request id {request_id.decode()}",
+            fields={"request_id": request_id.decode()},
+        )

@@ -1,0 +1,62 @@
+"""What operators and load balancers call: `/healthz`, `/readyz`, `/metrics`."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from bucketplan_server import __version__
+from bucketplan_server.http.answers import answer
+from bucketplan_server.http.describe import obj, problems
+from bucketplan_server.http.negotiation import preferred
+from bucketplan_server.http.state import State
+from bucketplan_server.metrics import CONTENT_TYPE_LATEST
+from bucketplan_server.problems import Problem
+from bucketplan_server.store.engine import StoreError
+
+__all__ = ["router"]
+
+router = APIRouter()
+_STATE = {"application/json": {"schema": obj({"status": {"type": "string"}, "version": {"type": "string"}})}}
+
+
+@router.get(
+    "/healthz",
+    summary="Whether the process is alive",
+    responses={200: {"description": "it is", "content": _STATE}, **problems()},
+)
+async def healthz(request: Request) -> Response:
+    return _state(request, "ok")
+
+
+@router.get(
+    "/readyz",
+    summary="Whether new work should be sent here",
+    responses={200: {"description": "yes", "content": _STATE}, **problems("busy", "store-unavailable")},
+)
+async def readyz(request: Request, state: State) -> Response:
+    if state.draining:
+        raise Problem("busy", "the server is stopping and finishes what it has", headers={"Retry-After": "5"})
+    try:
+        await state.store.ping()
+    except StoreError as error:
+        raise state.plans.store_unavailable(error) from None
+    return _state(request, "ready")
+
+
+@router.get(
+    "/metrics",
+    summary="Prometheus metrics",
+    responses={
+        200: {"description": "text exposition format", "content": {"text/plain": {"schema": {"type": "string"}}}},
+        **problems(),
+    },
+)
+async def metrics(state: State) -> Response:
+    return Response(state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _state(request: Request, status: str) -> Response:
+    encoding = preferred(request.headers.get("accept")) or "json"
+    return answer({"status": status, "version": __version__}, encoding, headers={"Cache-Control": "no-store"})

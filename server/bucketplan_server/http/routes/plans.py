@@ -1,0 +1,133 @@
+"""`GET /v1/plans/{signature}` and `POST /v1/plans`: what ranks call."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from bucketplan_server.http.answers import answer, plan_answer, wanted_encoding
+from bucketplan_server.http.bodies import read_body, read_plan_body
+from bucketplan_server.http.describe import DIGEST, PLAN, body_of, both, obj, problems
+from bucketplan_server.http.negotiation import Encoding, body_encoding
+from bucketplan_server.http.state import State, cause_of
+from bucketplan_server.memory import Entry, Served
+from bucketplan_server.problems import Problem
+from bucketplan_server.service import Pending, unknown_signature
+
+__all__ = ["Signature", "router"]
+
+router = APIRouter()
+
+Signature = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="signature of the request")]
+
+_POST_BODY = obj(
+    {
+        "profile": {"type": ["object", "null"], "description": "cost profile; the first one of a signature is bound"},
+        "request": {"type": "object", "description": "graph description and planning options"},
+        "signature": DIGEST,
+    },
+)
+_PENDING = both(
+    obj({"signature": DIGEST, "state": {"type": "string", "enum": ["planning"]}}),
+    "planning goes on; repeat the call after `Retry-After` seconds",
+)
+
+
+@router.get(
+    "/v1/plans/{signature}",
+    summary="The stored plan of a signature",
+    responses={
+        200: both(PLAN, "the plan"),
+        202: _PENDING,
+        304: {"description": "the caller has this plan"},
+        **problems(
+            "invalid-parameter",
+            "unknown-signature",
+            "unknown-epoch",
+            "not-acceptable",
+            "busy",
+            "store-unavailable",
+            "quarantined",
+        ),
+    },
+)
+async def get_plan(
+    request: Request,
+    state: State,
+    signature: Signature,
+    wait: Annotated[int, Query(ge=0, le=600, description="seconds to wait for an unknown signature to be posted")] = 0,
+) -> Response:
+    encoding = wanted_encoding(request)
+    try:
+        entry = await state.plans.find(signature, wait_seconds=wait)
+    except Pending:
+        return _pending(signature, encoding, state)
+    if entry is None:
+        raise unknown_signature(signature)
+    return plan_answer(request, _select(request, entry), encoding)
+
+
+@router.post(
+    "/v1/plans",
+    status_code=200,
+    summary="The plan of a request, planned now where it is new",
+    openapi_extra=body_of(
+        _POST_BODY,
+        "In MessagePack `request` and `profile` are bytes, their canonical encodings; the SHA-256 of `request` must be "
+        "`signature`",
+    ),
+    responses={
+        200: both(PLAN, "the plan, which was known"),
+        201: both(PLAN, "the plan, planned for this call"),
+        202: _PENDING,
+        **problems(
+            "invalid-body",
+            "not-acceptable",
+            "body-too-large",
+            "unsupported-media-type",
+            "signature-mismatch",
+            "schema-version",
+            "unknown-planner",
+            "cannot-plan",
+            "unknown-epoch",
+            "busy",
+            "planner-failed",
+            "store-unavailable",
+            "quarantined",
+        ),
+    },
+)
+async def post_plan(request: Request, state: State) -> Response:
+    sent = body_encoding(request.headers.get("content-type"))
+    encoding = wanted_encoding(request, default=sent)
+    data = await read_body(request, limit=state.settings.max_body_bytes)
+    if sent == "msgpack":
+        body = read_plan_body(data)
+        signature, encoded, profile = body.signature, body.request, body.profile
+    else:
+        canonical = await state.pool.canonicalize(data)
+        signature, encoded, profile = canonical.signature, canonical.request, canonical.profile
+    try:
+        entry, created = await state.plans.post(signature, encoded, profile, cause_of(request, "first request"))
+    except Pending:
+        return _pending(signature, encoding, state)
+    return plan_answer(request, _select(request, entry), encoding, status=201 if created else 200)
+
+
+def _select(request: Request, entry: Entry) -> Served:
+    epoch = request.headers.get("bucketplan-epoch")
+    if epoch is not None:
+        raise Problem("unknown-epoch", f"no attempt was opened under epoch {epoch}", fields={"epoch": epoch})
+    return entry.active
+
+
+def _pending(signature: str, encoding: Encoding, state: State) -> Response:
+    return answer(
+        {"signature": signature, "state": "planning"},
+        encoding,
+        status=202,
+        headers={"Retry-After": str(state.settings.retry_after_seconds), "Cache-Control": "no-store"},
+    )

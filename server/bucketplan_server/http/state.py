@@ -1,0 +1,44 @@
+"""What the routes share: one `AppState` a server, found on the application."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import Depends
+from starlette.requests import Request
+
+from bucketplan_server.metrics import Metrics
+from bucketplan_server.planner.pool import PlannerPool
+from bucketplan_server.service import PlanService
+from bucketplan_server.settings import Settings
+from bucketplan_server.store.engine import Store
+from bucketplan_server.store.events import Cause
+
+__all__ = ["AppState", "State", "cause_of"]
+
+
+@dataclass(slots=True)
+class AppState:
+    """The parts of a running server; `draining` is set by the stop signal."""
+
+    settings: Settings
+    store: Store
+    pool: PlannerPool
+    plans: PlanService
+    metrics: Metrics
+    draining: bool = field(default=False)
+
+
+def _state(request: Request) -> AppState:
+    state: AppState = request.app.state.parts
+    return state
+
+
+State = Annotated[AppState, Depends(_state)]
+
+
+def cause_of(request: Request, reason: str) -> Cause:
+    """Who made this call, for the audit log."""
+    client = request.client
+    return Cause(actor=f"anonymous@{client.host}" if client is not None else "anonymous", reason=reason)

@@ -1,0 +1,133 @@
+"""Plans in memory as ready answers: headers and bytes, plain and gzipped, built when a plan is stored or loaded."""
+
+from __future__ import annotations
+
+import gzip
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from bucketplan_server.http.negotiation import MSGPACK_TYPE
+from bucketplan_server.store.plans import PlanRow
+
+__all__ = ["Entry", "PlanMemory", "Served", "build_entry"]
+
+_WORTH_COMPRESSING_BYTES = 1024
+"""Below this a gzip header and the work of inflating cost more than the bytes that are saved."""
+VARY = "Accept, Accept-Encoding, Bucketplan-Epoch"
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One revision with its ASGI messages: `plain`, `gzipped` (None where not worth it) and `not_modified`."""
+
+    row: PlanRow
+    etag: bytes
+    plain: tuple[Message, Message]
+    gzipped: tuple[Message, Message] | None
+    not_modified: tuple[Message, Message]
+
+    @property
+    def size_bytes(self) -> int:
+        packed = 0 if self.gzipped is None else len(self.gzipped[1]["body"])
+        return len(self.row.plan) + packed
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is served for a signature: the active revision, and the planner's own (one object where that is active)."""
+
+    active: Served
+    first: Served
+
+    @property
+    def size_bytes(self) -> int:
+        second = 0 if self.first is self.active else self.first.size_bytes
+        return self.active.size_bytes + second
+
+
+def build_entry(active: PlanRow, first: PlanRow) -> Entry:
+    """Prepare the answers of one signature; compresses, so large plans belong in a thread."""
+    served = _serve(active)
+    return Entry(active=served, first=served if first == active else _serve(first))
+
+
+def plan_headers(row: PlanRow, *, weak: bool) -> list[tuple[bytes, bytes]]:
+    """Headers that every answer with this plan carries.
+
+    Only the plain MessagePack body has a strong tag: JSON and gzip are other bytes of the same plan (RFC 9110, 8.8.3).
+    """
+    tag = f'"{row.digest}"'
+    return [
+        (b"etag", (f"W/{tag}" if weak else tag).encode()),
+        (b"cache-control", b"no-cache"),
+        (b"vary", VARY.encode()),
+        (b"bucketplan-revision", str(row.revision).encode()),
+    ]
+
+
+def _serve(row: PlanRow) -> Served:
+    plain = _messages(row, row.plan, encoding=None)
+    gzipped = None
+    if len(row.plan) >= _WORTH_COMPRESSING_BYTES:
+        gzipped = _messages(row, gzip.compress(row.plan, mtime=0), encoding=b"gzip")
+    return Served(
+        row=row,
+        etag=f'"{row.digest}"'.encode(),
+        plain=plain,
+        gzipped=gzipped,
+        not_modified=(
+            {"type": "http.response.start", "status": 304, "headers": plan_headers(row, weak=False)},
+            {"type": "http.response.body", "body": b""},
+        ),
+    )
+
+
+def _messages(row: PlanRow, body: bytes, *, encoding: bytes | None) -> tuple[Message, Message]:
+    headers = [
+        (b"content-type", MSGPACK_TYPE.encode()),
+        (b"content-length", str(len(body)).encode()),
+        *plan_headers(row, weak=encoding is not None),
+    ]
+    if encoding is not None:
+        headers.append((b"content-encoding", encoding))
+    return (
+        {"type": "http.response.start", "status": 200, "headers": headers},
+        {"type": "http.response.body", "body": body},
+    )
+
+
+class PlanMemory:
+    """Entries by signature within a budget of bytes, the least recently read leaving first."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget = budget_bytes
+        self._entries: OrderedDict[str, Entry] = OrderedDict()
+        self.size_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, signature: str) -> Entry | None:
+        entry = self._entries.get(signature)
+        if entry is not None:
+            self._entries.move_to_end(signature)
+        return entry
+
+    def put(self, signature: str, entry: Entry) -> None:
+        """Keep `entry`, replacing what was there; one that is larger than the whole budget is not kept."""
+        self.drop(signature)
+        if entry.size_bytes > self._budget:
+            return
+        self._entries[signature] = entry
+        self.size_bytes += entry.size_bytes
+        while self.size_bytes > self._budget:
+            _, oldest = self._entries.popitem(last=False)
+            self.size_bytes -= oldest.size_bytes
+
+    def drop(self, signature: str) -> None:
+        entry = self._entries.pop(signature, None)
+        if entry is not None:
+            self.size_bytes -= entry.size_bytes

@@ -1,0 +1,46 @@
+"""What goes to a planning process and what comes back: plain data only, since it crosses a pipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Canonical", "PlanJob", "Planned"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanJob:
+    """A request to plan: canonical bytes that hash to `signature`, and the profile that came with them, if any."""
+
+    signature: str
+    request: bytes
+    profile: bytes | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan that passed every check, and what the store keeps beside it. Texts hold one name a line."""
+
+    signature: str
+    request: bytes
+    profile: bytes
+    profile_digest: str
+    plan: bytes
+    plan_sha256: str
+    digest: str
+    planner: str
+    options: bytes
+    strategy: str
+    phase: str
+    num_candidates: int
+    groups: str
+    parameters: str
+    modules: str
+
+
+@dataclass(frozen=True, slots=True)
+class Canonical:
+    """A JSON body in canonical bytes, with the signature that its request has."""
+
+    signature: str
+    request: bytes
+    profile: bytes | None

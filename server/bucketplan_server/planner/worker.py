@@ -1,0 +1,155 @@
+"""What runs inside a planning process: decode, validate, plan, encode. No I/O, no state between calls.
+
+Bodies of callers are decoded here and nowhere else, so what a hostile one costs is bounded by this process's limits.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import parent_process
+from types import FrameType
+from typing import TypeVar
+
+from bucketplan_core import planning
+from bucketplan_core.errors import BucketplanError, SignatureMismatch
+from bucketplan_core.fields import Fields
+from bucketplan_core.plan import Plan
+from bucketplan_core.profile import CostProfile
+from bucketplan_core.request import Request
+from bucketplan_core.wire import digest_of, from_json, pack
+from bucketplan_server.planner.planned import Canonical, PlanJob, Planned
+from bucketplan_server.problems import Refused, refuse
+
+__all__ = ["canonicalize", "initialize", "plan", "warm_up"]
+
+T = TypeVar("T")
+_TOO_MUCH_MEMORY = Refused("cannot-plan", "the body needs more memory than one planning process may use")
+
+
+class _TimeIsUp(BaseException):
+    """Raised by the timer; no handler of `Exception` on the way may swallow it."""
+
+
+def initialize(memory_bytes: int, timeout_seconds: float) -> None:
+    """Set the limits of this process; it ends with the server, however that ends."""
+    global _timeout_seconds
+    _timeout_seconds = timeout_seconds
+    # The terminal's interrupt goes to the whole group; the server decides when its planners end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, _raise_time_is_up)
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
+
+
+def warm_up() -> int:
+    """Nothing but the imports above; answers the process id."""
+    return os.getpid()
+
+
+def plan(job: PlanJob) -> Planned | Refused:
+    """The plan of a request, checked as it will be checked when read; or why there is none."""
+    return _guarded(lambda: _plan(job))
+
+
+def canonicalize(body: bytes) -> Canonical | Refused:
+    """The canonical form of a JSON body ``{"profile", "request", "signature"}``."""
+    return _guarded(lambda: _canonicalize(body))
+
+
+def _plan(job: PlanJob) -> Planned | Refused:
+    request = _decode("request", lambda: Request.decode(job.request))
+    if isinstance(request, Refused):
+        return request
+    if request.signature != job.signature:
+        return refuse(SignatureMismatch(claimed=job.signature, actual=request.signature))
+    if job.profile is None:
+        profile: CostProfile | Refused = CostProfile.empty(request)
+    else:
+        encoded = job.profile
+        profile = _decode("profile", lambda: CostProfile.decode(encoded, request))
+    if isinstance(profile, Refused):
+        return profile
+    made = planning.make_plan(request, profile)
+    encoded_plan = made.encoded
+    read = Plan.decode(encoded_plan, expected_signature=job.signature)
+    candidates = request.candidates
+    return Planned(
+        signature=job.signature,
+        request=job.request,
+        profile=profile.encoded,
+        profile_digest=profile.digest,
+        plan=encoded_plan,
+        plan_sha256=digest_of(encoded_plan),
+        digest=read.digest,
+        planner=made.decision.planner,
+        options=pack(request.options.to_wire()),
+        strategy=request.options.strategy,
+        phase=request.phase,
+        num_candidates=len(candidates),
+        groups="\n".join(group.role for group in request.groups),
+        parameters="\n".join(sorted({c.param_name for c in candidates if c.param_name})),
+        modules="\n".join(sorted({name for c in candidates for name in c.module_fqns})),
+    )
+
+
+def _canonicalize(body: bytes) -> Canonical | Refused:
+    fields = Fields(from_json(body), "body")
+    claimed = fields.digest("signature")
+    tree = fields.raw("request")
+    profile_tree = fields.raw("profile")
+    fields.finish()
+    request = Request.from_wire(tree)
+    if request.signature != claimed:
+        return refuse(SignatureMismatch(claimed=claimed, actual=request.signature))
+    profile = None if profile_tree is None else CostProfile.from_wire(profile_tree, request)
+    return Canonical(request.signature, request.encoded, None if profile is None else profile.encoded)
+
+
+def _decode(document: str, read: Callable[[], T]) -> T | Refused:
+    try:
+        return read()
+    except BucketplanError as error:
+        return refuse(error, document=document)
+
+
+def _guarded(work: Callable[[], T | Refused]) -> T | Refused:
+    try:
+        with _time_limit():
+            return work()
+    except BucketplanError as error:
+        return refuse(error, document="body")
+    except MemoryError:
+        return _TOO_MUCH_MEMORY
+    except _TimeIsUp:
+        return Refused(
+            "cannot-plan", f"planning was given up after {_timeout_seconds:g} s (BUCKETPLAN_PLANNER_TIMEOUT_SECONDS)"
+        )
+
+
+_timeout_seconds = 0.0
+
+
+@contextmanager
+def _time_limit() -> Iterator[None]:
+    signal.setitimer(signal.ITIMER_REAL, _timeout_seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _raise_time_is_up(_signal: int, _frame: FrameType | None) -> None:
+    raise _TimeIsUp
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        # A server that was killed cannot say goodbye, and its pipes stay open in its planners.
+        parent.join()
+        os._exit(1)

@@ -1,0 +1,246 @@
+"""Plans: known ones from memory or the store, unknown ones planned once, stored, read back and only then answered."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+
+import structlog
+
+from bucketplan_core.errors import SignatureMismatch
+from bucketplan_server.memory import Entry, PlanMemory, build_entry
+from bucketplan_server.metrics import Metrics
+from bucketplan_server.planner.planned import PlanJob
+from bucketplan_server.planner.pool import PlannerPool
+from bucketplan_server.problems import Problem, refuse
+from bucketplan_server.settings import Settings
+from bucketplan_server.store.engine import Store, StoreError
+from bucketplan_server.store.events import Cause
+from bucketplan_server.store.plans import Damaged, PlanRow, load_active, quarantine_revision, store_planned
+
+__all__ = ["Pending", "PlanService", "unknown_signature"]
+
+_HASHED_AT_ONCE_BYTES = 2**20
+"""Above this a hash takes milliseconds and goes to a thread (hashlib releases the interpreter lock)."""
+
+
+class Pending(Exception):
+    """Planning takes longer than a caller may wait; repeating the call is harmless."""
+
+
+class PlanService:
+    """Finds and makes plans. Every method raises `Problem` for what a caller must be told."""
+
+    def __init__(self, settings: Settings, store: Store, pool: PlannerPool, metrics: Metrics) -> None:
+        self._settings = settings
+        self._store = store
+        self._pool = pool
+        self._metrics = metrics
+        self.memory = PlanMemory(settings.memory_cache_bytes)
+        self._flights: dict[str, asyncio.Task[tuple[Entry, bool]]] = {}
+        self._loads: dict[str, asyncio.Task[Entry | None]] = {}
+        self._arrivals: dict[str, set[asyncio.Event]] = {}
+        self._waiters = 0
+        self._log = structlog.get_logger("bucketplan_server")
+        metrics.read_from("bucketplan_plannings_in_progress", lambda: len(self._flights))
+        metrics.read_from("bucketplan_waiters", lambda: self._waiters)
+        metrics.read_from("bucketplan_memory_plans", lambda: len(self.memory))
+        metrics.read_from("bucketplan_memory_bytes", lambda: self.memory.size_bytes)
+
+    async def find(self, signature: str, *, wait_seconds: float = 0.0) -> Entry | None:
+        """What is stored for `signature`, None if nothing is.
+
+        A signature that is being planned is waited for, up to the setting; with `wait_seconds` one that nobody posted
+        yet, too. Raises `Pending` when planning goes on after that.
+        """
+        entry = await self._known(signature)
+        if entry is not None:
+            return entry
+        limit = self._settings.plan_wait_seconds
+        if signature not in self._flights and wait_seconds > 0:
+            began = time.monotonic()
+            await self._arrival(signature, min(wait_seconds, limit))
+            limit = max(0.0, limit - (time.monotonic() - began))
+        flight = self._flights.get(signature)
+        if flight is not None:
+            return (await self._join(flight, limit))[0]
+        entry = self.memory.get(signature)
+        if entry is None:
+            self._metrics.count("bucketplan_plan_misses_total")
+        return entry
+
+    async def post(self, signature: str, request: bytes, profile: bytes | None, cause: Cause) -> tuple[Entry, bool]:
+        """The plan of a request: the stored one, or one that is planned now, once for everybody who asks.
+
+        `request` must hash to `signature`. A profile is read only where the signature is new: the first one is bound
+        for ever. The flag says whether this call had it planned. Raises `Pending`.
+        """
+        large = len(request) > _HASHED_AT_ONCE_BYTES
+        actual = await asyncio.to_thread(_sha256, request) if large else _sha256(request)
+        if actual != signature:
+            raise refuse(SignatureMismatch(claimed=signature, actual=actual)).problem()
+        entry = await self._known(signature)
+        if entry is not None:
+            return entry, False
+        flight = self._flights.get(signature)
+        mine = flight is None
+        if flight is None:
+            if len(self._flights) >= self._settings.max_queued_plannings:
+                raise self._busy("signatures are in planning", self._settings.max_queued_plannings)
+            flight = self._take_off(PlanJob(signature, request, profile), cause)
+        else:
+            self._metrics.count("bucketplan_single_flight_waits_total")
+        entry, stored = await self._join(flight, self._settings.plan_wait_seconds)
+        return entry, mine and stored
+
+    async def reload(self, signature: str) -> None:
+        """Forget what is in memory of a signature, so that the next answer comes from the store."""
+        self.memory.drop(signature)
+
+    async def close(self) -> None:
+        """Let plannings that were begun be stored."""
+        if self._flights:
+            await asyncio.wait(list(self._flights.values()), timeout=self._settings.store_timeout_seconds)
+
+    async def _known(self, signature: str) -> Entry | None:
+        entry = self.memory.get(signature)
+        if entry is not None:
+            self._metrics.count("bucketplan_plan_hits_total", "memory")
+            return entry
+        load = self._loads.get(signature)
+        if load is None:
+            load = asyncio.create_task(self._load(signature))
+            self._loads[signature] = load
+            load.add_done_callback(lambda _: self._loads.pop(signature, None))
+        entry = await asyncio.shield(load)
+        if entry is not None:
+            self._metrics.count("bucketplan_plan_hits_total", "store")
+        return entry
+
+    async def _load(self, signature: str) -> Entry | None:
+        try:
+            rows = await load_active(self._store, signature)
+        except Damaged as damaged:
+            raise await self._quarantine(damaged) from None
+        except StoreError as error:
+            raise self.store_unavailable(error) from None
+        return None if rows is None else await self._remember(*rows)
+
+    def _take_off(self, job: PlanJob, cause: Cause) -> asyncio.Task[tuple[Entry, bool]]:
+        flight = asyncio.create_task(self._plan(job, cause))
+        self._flights[job.signature] = flight
+        flight.add_done_callback(lambda done: self._landed(job.signature, done))
+        for arrived in self._arrivals.pop(job.signature, ()):
+            arrived.set()
+        return flight
+
+    def _landed(self, signature: str, flight: asyncio.Task[tuple[Entry, bool]]) -> None:
+        del self._flights[signature]
+        # Every waiter may have left (202, disconnect); the failure is then known to the log alone.
+        error = None if flight.cancelled() else flight.exception()
+        if error is not None and not isinstance(error, Problem):
+            self._log.error("planning.failed", signature=signature, exc_info=error)
+
+    async def _plan(self, job: PlanJob, cause: Cause) -> tuple[Entry, bool]:
+        began = time.monotonic()
+        outcome = "failed"
+        try:
+            planned = await self._pool.plan(job)
+            if _sha256(planned.plan) != planned.plan_sha256:
+                raise Problem("internal", "the plan changed on its way from the planning process; nothing was stored")
+            active, first, stored = await store_planned(self._store, planned, cause)
+            outcome = "stored" if stored else "known"
+            self._metrics.planning_seconds.observe(time.monotonic() - began)
+            self._log.info(
+                "plan.stored" if stored else "plan.known",
+                signature=job.signature,
+                digest=first.digest,
+                planner=planned.planner,
+                num_candidates=planned.num_candidates,
+                seconds=round(time.monotonic() - began, 3),
+            )
+            return await self._remember(active, first), stored
+        except Damaged as damaged:
+            raise await self._quarantine(damaged) from None
+        except StoreError as error:
+            raise self.store_unavailable(error) from None
+        except Problem as problem:
+            outcome = "failed" if problem.status >= 500 else "refused"
+            raise
+        finally:
+            self._metrics.count("bucketplan_plannings_total", outcome)
+
+    async def _join(self, flight: asyncio.Task[tuple[Entry, bool]], seconds: float) -> tuple[Entry, bool]:
+        if self._waiters >= self._settings.max_waiters:
+            raise self._busy("callers wait for planning", self._settings.max_waiters)
+        self._waiters += 1
+        try:
+            async with asyncio.timeout(seconds):
+                return await asyncio.shield(flight)
+        except TimeoutError:
+            raise Pending from None
+        finally:
+            self._waiters -= 1
+
+    async def _arrival(self, signature: str, seconds: float) -> None:
+        """Returns when somebody posts `signature`, or after `seconds`."""
+        arrived = asyncio.Event()
+        waiting = self._arrivals.setdefault(signature, set())
+        waiting.add(arrived)
+        try:
+            async with asyncio.timeout(seconds):
+                await arrived.wait()
+        except TimeoutError:
+            waiting.discard(arrived)
+            if not waiting:
+                self._arrivals.pop(signature, None)
+
+    async def _remember(self, active: PlanRow, first: PlanRow) -> Entry:
+        entry = await asyncio.to_thread(build_entry, active, first)
+        self.memory.put(active.signature, entry)
+        return entry
+
+    async def _quarantine(self, damaged: Damaged) -> Problem:
+        self._metrics.count("bucketplan_quarantined_total")
+        self._log.error(
+            "plan.quarantined", signature=damaged.signature, revision=damaged.revision, detail=damaged.detail
+        )
+        try:
+            await quarantine_revision(self._store, damaged)
+        except StoreError as error:
+            self._log.error("store.failed", detail=str(error))
+        return Problem(
+            "quarantined",
+            f"{damaged}; restore the database from a backup, or activate another revision",
+            fields={"signature": damaged.signature, "revision": damaged.revision},
+        )
+
+    def store_unavailable(self, error: StoreError) -> Problem:
+        """What a caller is told when the database is away: repeat; known plans in memory are still served."""
+        self._log.error("store.failed", detail=str(error))
+        return Problem(
+            "store-unavailable",
+            f"the store failed: {error}; nothing was changed. Repeat the call",
+            headers={"Retry-After": str(self._settings.retry_after_seconds)},
+        )
+
+    def _busy(self, what: str, limit: int) -> Problem:
+        return Problem(
+            "busy",
+            f"{limit} {what}, the most that this server takes; repeat the call",
+            fields={"limit": limit},
+            headers={"Retry-After": str(self._settings.retry_after_seconds)},
+        )
+
+
+def unknown_signature(signature: str) -> Problem:
+    return Problem(
+        "unknown-signature",
+        f"no plan is stored for {signature}; post the request to /v1/plans to have it planned",
+        fields={"signature": signature},
+    )
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

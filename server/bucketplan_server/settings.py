@@ -1,0 +1,105 @@
+"""Every setting, each an environment variable `BUCKETPLAN_<NAME>` and a flag of `bucketplan-server serve`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
+
+__all__ = ["Settings", "SettingsError", "load_settings"]
+
+
+class SettingsError(Exception):
+    """The settings cannot be used; the message names each one and what it must be."""
+
+
+class Settings(BaseSettings):
+    """What an operator can set. Times in seconds, sizes in bytes."""
+
+    model_config = SettingsConfigDict(env_prefix="BUCKETPLAN_", extra="ignore", frozen=True)
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8321, ge=0, le=65535, description="port to listen on; 0 takes a free one and logs it")
+    database: str = Field(
+        "bucketplan.db",
+        description="path of the SQLite file, or a postgresql://user@host/name address shared by several replicas",
+    )
+    allow_anonymous: bool = Field(False, description="serve callers without a token on an address other than loopback")
+    max_body_bytes: int = Field(32 * 2**20, ge=1024, description="largest body taken, after inflation")
+    plan_wait_seconds: float = Field(25.0, ge=0, le=600, description="longest wait of a post before it answers 202")
+    retry_after_seconds: int = Field(1, ge=0, description="Retry-After of 202 and 503 answers")
+    max_waiters: int = Field(20_000, ge=1, description="posts that may wait for planning at once; above it 503")
+    max_queued_plannings: int = Field(256, ge=1, description="signatures that may be in planning at once; above it 503")
+    planner_processes: int = Field(1, ge=1, le=64, description="processes that plan")
+    planner_timeout_seconds: float = Field(
+        600.0, gt=0, description="longest planning of one request before it is given up"
+    )
+    planner_memory_bytes: int = Field(
+        8 * 2**30,
+        ge=2**28,
+        description="address space of one planning process, so that no body can exhaust the machine",
+    )
+    memory_cache_bytes: int = Field(512 * 2**20, ge=0, description="stored plans kept in memory")
+    store_timeout_seconds: float = Field(10.0, gt=0, description="longest wait for the store before 503")
+    refresh_seconds: float = Field(
+        1.0, gt=0, description="how often changes made by other replicas are read; bounds how stale an answer can be"
+    )
+    drain_seconds: float = Field(
+        5.0, ge=0, description="time between the stop signal (readiness off) and the end of accepting connections"
+    )
+    backlog: int = Field(4096, ge=1, description="connections the kernel may queue before they are accepted")
+    expected_connections: int = Field(
+        4096, ge=1, description="connections that must fit the limit of open files, checked at start"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
+    log_format: Literal["json", "console"] = Field("json", description="one JSON object a line, or coloured text")
+
+    @field_validator("database")
+    @classmethod
+    def _known_database(cls, value: str) -> str:
+        if "://" not in value:
+            if not value.strip():
+                raise ValueError("must name a file or a postgresql:// address")
+            return value
+        try:
+            backend = make_url(value).get_backend_name()
+        except ArgumentError:
+            raise ValueError("is not a database address; write postgresql://user@host/name") from None
+        if backend not in ("sqlite", "postgresql"):
+            raise ValueError(f"{backend} is not supported; use a SQLite file or postgresql://")
+        return value
+
+    @property
+    def sqlite_path(self) -> Path | None:
+        """The file of the SQLite store, None when another store is set."""
+        if "://" not in self.database:
+            return Path(self.database)
+        url = make_url(self.database)
+        return Path(url.database or "") if url.get_backend_name() == "sqlite" else None
+
+    @property
+    def listens_on_loopback(self) -> bool:
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+
+def load_settings(**flags: object) -> Settings:
+    """Settings from flags, then environment, then defaults; raises `SettingsError` naming what is wrong."""
+    try:
+        settings = Settings(**{name: value for name, value in flags.items() if value is not None})  # type: ignore[arg-type]
+    except ValidationError as error:
+        lines = [f"{_names(str(problem['loc'][0]))}: {problem['msg']}" for problem in error.errors()]
+        raise SettingsError("; ".join(lines)) from None
+    if not settings.listens_on_loopback and not settings.allow_anonymous:
+        raise SettingsError(
+            f"{_names('host')}: {settings.host} is reachable from other machines, and callers need no token; "
+            f"set {_names('allow_anonymous')} to allow that, or listen on 127.0.0.1"
+        )
+    return settings
+
+
+def _names(field: str) -> str:
+    return f"--{field.replace('_', '-')} (BUCKETPLAN_{field.upper()})"

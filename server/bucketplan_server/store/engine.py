@@ -1,0 +1,140 @@
+"""Opening the store and running transactions on it; every failure of the database becomes `StoreError`.
+
+SQLite: WAL with synchronous FULL, one connection in one process (two writers in WAL mode can corrupt files of SQLite
+before 3.51.3), BEGIN IMMEDIATE. PostgreSQL: one advisory lock a write transaction, which gives the audit log its order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import event, text
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+from bucketplan_server.store.lock import FileLock
+from bucketplan_server.store.migrate import upgrade
+
+__all__ = ["Store", "StoreError", "open_store", "store_url"]
+
+_WRITER_LOCK = 0x6275636B6574
+"""Key of the advisory lock that orders writers on PostgreSQL: "bucket" in ASCII."""
+
+
+class StoreError(Exception):
+    """The store could not be read or written; nothing was changed by the transaction that failed."""
+
+
+class Store:
+    """Transactions on the database; made by `open_store`."""
+
+    def __init__(self, engine: AsyncEngine, *, timeout_seconds: float, lock: FileLock | None = None) -> None:
+        self._engine = engine
+        self._timeout = timeout_seconds
+        self._lock = lock
+        self.is_postgres = engine.dialect.name == "postgresql"
+        self.errors = 0
+
+    @contextlib.asynccontextmanager
+    async def read(self) -> AsyncIterator[AsyncConnection]:
+        """A consistent view; raises `StoreError`."""
+        async with self._transaction() as connection:
+            yield connection
+
+    @contextlib.asynccontextmanager
+    async def write(self) -> AsyncIterator[AsyncConnection]:
+        """All or nothing, one writer at a time over every replica; durable when the block has ended."""
+        async with self._transaction() as connection:
+            if self.is_postgres:
+                await connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _WRITER_LOCK})
+            yield connection
+
+    async def ping(self) -> None:
+        """Raises `StoreError` unless the database answers."""
+        async with self.read() as connection:
+            await connection.execute(text("SELECT 1"))
+
+    async def close(self) -> None:
+        await self._engine.dispose()
+        if self._lock is not None:
+            self._lock.release()
+
+    @contextlib.asynccontextmanager
+    async def _transaction(self) -> AsyncIterator[AsyncConnection]:
+        try:
+            async with asyncio.timeout(self._timeout), self._engine.begin() as connection:
+                yield connection
+        except (SQLAlchemyError, OSError, TimeoutError) as error:
+            self.errors += 1
+            raise StoreError(_reason(error)) from error
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, TimeoutError):
+        return "the database did not answer in time"
+    # SQLAlchemy's text carries the statement and its parameters, which are no business of a caller.
+    origin = getattr(error, "orig", None)
+    return str(origin or error).splitlines()[0] if str(origin or error) else type(error).__name__
+
+
+def store_url(database: str) -> URL:
+    """The address that SQLAlchemy wants for the setting `database`."""
+    if "://" not in database:
+        return URL.create("sqlite+aiosqlite", database=database)
+    url = make_url(database)
+    return url.set(drivername="sqlite+aiosqlite" if url.get_backend_name() == "sqlite" else "postgresql+asyncpg")
+
+
+async def open_store(database: str, *, timeout_seconds: float) -> Store:
+    """Open `database` and bring its tables up to date.
+
+    Raises `LockHeld` when another server has the SQLite file, `SchemaTooNew` when a newer release wrote it,
+    `StoreError` when it cannot be opened.
+    """
+    url = store_url(database)
+    lock = None
+    if url.get_backend_name() == "sqlite":
+        lock = _lock_file(Path(url.database or ""))
+        engine = _sqlite(url)
+    else:
+        engine = create_async_engine(url, pool_size=8, max_overflow=8, pool_pre_ping=True, pool_timeout=timeout_seconds)
+    store = Store(engine, timeout_seconds=timeout_seconds, lock=lock)
+    try:
+        async with store.write() as connection:
+            await connection.run_sync(upgrade)
+    except BaseException:
+        await store.close()
+        raise
+    return store
+
+
+def _lock_file(path: Path) -> FileLock:
+    if not path.absolute().parent.is_dir():
+        raise StoreError(f"the folder {path.absolute().parent} does not exist; make it, or set BUCKETPLAN_DATABASE")
+    lock = FileLock(path.absolute())
+    lock.acquire()
+    return lock
+
+
+def _sqlite(url: URL) -> AsyncEngine:
+    engine = create_async_engine(url, pool_size=1, max_overflow=0)
+
+    @event.listens_for(engine.sync_engine, "connect")
+    def _configure(connection: Any, _record: Any) -> None:
+        # The driver must not open transactions by itself: it would begin them deferred and deadlock on upgrade.
+        connection.isolation_level = None
+        cursor = connection.cursor()
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=5000"):
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+
+    @event.listens_for(engine.sync_engine, "begin")
+    def _begin(connection: Any) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    return engine

@@ -1,0 +1,62 @@
+"""The append-only audit log: each event names the digest of the one before, so no past event can change unseen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sqlalchemy import insert, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from bucketplan_core.wire import WireValue, digest_of, pack
+from bucketplan_server.store.tables import events
+
+__all__ = ["FIRST_PREVIOUS", "Cause", "append_event", "event_digest"]
+
+FIRST_PREVIOUS = "0" * 64
+"""What the first event names as its predecessor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Who changed something, and why."""
+
+    actor: str
+    reason: str
+
+
+async def append_event(
+    connection: AsyncConnection,
+    kind: str,
+    cause: Cause,
+    *,
+    signature: str | None = None,
+    job: str | None = None,
+    body: Mapping[str, WireValue],
+) -> int:
+    """Add one event to the log inside the caller's write transaction; answers its number."""
+    last = (
+        await connection.execute(select(events.c.seq, events.c.digest).order_by(events.c.seq.desc()).limit(1))
+    ).first()
+    seq = 1 if last is None else last.seq + 1
+    row = {
+        "seq": seq,
+        "at_ns": time.time_ns(),
+        "kind": kind,
+        "actor": cause.actor,
+        "reason": cause.reason,
+        "signature": signature,
+        "job": job,
+        "body": pack(body),
+        "previous": FIRST_PREVIOUS if last is None else last.digest,
+    }
+    row["digest"] = event_digest(row)
+    await connection.execute(insert(events).values(row))
+    return seq
+
+
+def event_digest(row: Mapping[str, WireValue]) -> str:
+    """SHA-256 over every column of an event but its digest; `previous` chains it to the one before."""
+    columns = ("seq", "at_ns", "kind", "actor", "reason", "signature", "job", "body", "previous")
+    return digest_of(pack({column: row[column] for column in columns}))

@@ -1,0 +1,214 @@
+"""Plans in the store: the first writer of a signature wins, and what is read back is what is answered."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from sqlalchemy import ColumnElement, RowMapping, and_, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.sql.dml import Insert
+from sqlalchemy.sql.schema import Table
+
+from bucketplan_core.errors import BucketplanError
+from bucketplan_core.plan import Plan
+from bucketplan_core.wire import digest_of
+from bucketplan_server.planner.planned import Planned
+from bucketplan_server.store.engine import Store
+from bucketplan_server.store.events import Cause, append_event
+from bucketplan_server.store.tables import active, profiles, quarantine, revisions, signatures
+
+__all__ = [
+    "Damaged",
+    "PlanRow",
+    "insert_or_ignore",
+    "load_active",
+    "load_revision",
+    "quarantine_revision",
+    "store_planned",
+]
+
+PLANNER_REVISION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """One revision as it is served: the bytes of the plan and the digest of its decision."""
+
+    signature: str
+    revision: int
+    digest: str
+    plan: bytes
+
+
+class Damaged(Exception):
+    """Bytes in the store are not what their digest says; they must not be served."""
+
+    def __init__(self, signature: str, revision: int, detail: str) -> None:
+        self.signature = signature
+        self.revision = revision
+        self.detail = detail
+        super().__init__(f"revision {revision} of {signature}: {detail}")
+
+
+def insert_or_ignore(connection: AsyncConnection, table: Table) -> Insert:
+    """INSERT that leaves a row with the same primary key as it is, on either database."""
+    if connection.dialect.name == "postgresql":
+        return postgresql.insert(table).on_conflict_do_nothing()
+    return sqlite.insert(table).on_conflict_do_nothing()
+
+
+async def load_active(store: Store, signature: str) -> tuple[PlanRow, PlanRow] | None:
+    """The active revision (of no particular job) and the planner's own; None for an unknown signature.
+
+    Raises `Damaged` for a revision whose bytes changed or that was found damaged before, `StoreError`.
+    """
+    async with store.read() as connection:
+        return await _load_active(connection, signature)
+
+
+async def load_revision(store: Store, signature: str, digest: str) -> PlanRow | None:
+    """The oldest revision of `signature` with this decision digest; raises `Damaged`, `StoreError`."""
+    async with store.read() as connection:
+        query = (
+            select(revisions, quarantine.c.detail)
+            .outerjoin(quarantine, _in_quarantine())
+            .where(revisions.c.signature == signature, revisions.c.digest == digest)
+            .order_by(revisions.c.revision)
+            .limit(1)
+        )
+        row = (await connection.execute(query)).mappings().first()
+    return None if row is None else _checked(row)
+
+
+async def store_planned(store: Store, planned: Planned, cause: Cause) -> tuple[PlanRow, PlanRow, bool]:
+    """Store a new signature with its plan as revision 1, unless somebody was first; answers what is stored.
+
+    The last value says whether this call stored it. The active revision, then the planner's own.
+    """
+    now = time.time_ns()
+    async with store.write() as connection:
+        await connection.execute(
+            insert_or_ignore(connection, profiles).values(digest=planned.profile_digest, profile=planned.profile)
+        )
+        inserted = await connection.execute(
+            insert_or_ignore(connection, signatures)
+            .values(
+                signature=planned.signature,
+                request=planned.request,
+                profile=planned.profile_digest,
+                strategy=planned.strategy,
+                phase=planned.phase,
+                num_candidates=planned.num_candidates,
+                groups=planned.groups,
+                parameters=planned.parameters,
+                modules=planned.modules,
+                created_ns=now,
+                actor=cause.actor,
+            )
+            .returning(signatures.c.signature)
+        )
+        first = inserted.first() is not None
+        if first:
+            await connection.execute(
+                insert_or_ignore(connection, revisions).values(
+                    signature=planned.signature,
+                    revision=PLANNER_REVISION,
+                    digest=planned.digest,
+                    plan=planned.plan,
+                    plan_sha256=planned.plan_sha256,
+                    origin="planner",
+                    planner=planned.planner,
+                    options=planned.options,
+                    parent=None,
+                    created_ns=now,
+                    actor=cause.actor,
+                    reason=cause.reason,
+                )
+            )
+            await connection.execute(
+                insert_or_ignore(connection, active).values(
+                    signature=planned.signature, job="", revision=PLANNER_REVISION, changed_ns=now
+                )
+            )
+            await append_event(
+                connection,
+                "plan.created",
+                cause,
+                signature=planned.signature,
+                body={
+                    "digest": planned.digest,
+                    "options": digest_of(planned.options),
+                    "origin": "planner",
+                    "plan_sha256": planned.plan_sha256,
+                    "planner": planned.planner,
+                    "profile": planned.profile_digest,
+                    "revision": PLANNER_REVISION,
+                },
+            )
+        stored = await _load_active(connection, planned.signature)
+    assert stored is not None
+    return (*stored, first)
+
+
+async def quarantine_revision(store: Store, damaged: Damaged) -> None:
+    """Note for ever, with an event, that a revision must not be served; repeating it changes nothing."""
+    async with store.write() as connection:
+        inserted = await connection.execute(
+            insert_or_ignore(connection, quarantine)
+            .values(
+                signature=damaged.signature,
+                revision=damaged.revision,
+                found_ns=time.time_ns(),
+                detail=damaged.detail,
+            )
+            .returning(quarantine.c.signature)
+        )
+        if inserted.first() is not None:
+            await append_event(
+                connection,
+                "plan.quarantined",
+                Cause("server", "digest check failed when the plan was loaded"),
+                signature=damaged.signature,
+                body={"detail": damaged.detail, "revision": damaged.revision},
+            )
+
+
+async def _load_active(connection: AsyncConnection, signature: str) -> tuple[PlanRow, PlanRow] | None:
+    pointer = select(active.c.revision).where(active.c.signature == signature, active.c.job == "").scalar_subquery()
+    query = (
+        select(revisions, quarantine.c.detail)
+        .outerjoin(quarantine, _in_quarantine())
+        .where(
+            revisions.c.signature == signature,
+            (revisions.c.revision == PLANNER_REVISION) | (revisions.c.revision == pointer),
+        )
+        .order_by(revisions.c.revision)
+    )
+    rows = (await connection.execute(query)).mappings().all()
+    if not rows:
+        return None
+    return _checked(rows[-1]), _checked(rows[0])
+
+
+def _in_quarantine() -> ColumnElement[bool]:
+    return and_(quarantine.c.signature == revisions.c.signature, quarantine.c.revision == revisions.c.revision)
+
+
+def _checked(row: RowMapping) -> PlanRow:
+    """The row, unless its bytes are not what was stored."""
+    signature, revision, plan = row["signature"], row["revision"], bytes(row["plan"])
+    if row["detail"] is not None:
+        raise Damaged(signature, revision, row["detail"])
+    if digest_of(plan) != row["plan_sha256"]:
+        raise Damaged(
+            signature, revision, f"the plan's bytes hash to {digest_of(plan)}, stored was {row['plan_sha256']}"
+        )
+    try:
+        decoded = Plan.decode(plan, expected_signature=signature)
+    except BucketplanError as error:
+        raise Damaged(signature, revision, f"the plan cannot be read: {error}") from None
+    if decoded.digest != row["digest"]:
+        raise Damaged(signature, revision, f"the decision hashes to {decoded.digest}, stored was {row['digest']}")
+    return PlanRow(signature=signature, revision=revision, digest=row["digest"], plan=plan)

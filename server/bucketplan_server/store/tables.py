@@ -1,0 +1,116 @@
+"""The tables, once for both databases. Migrations build them; nothing is ever updated but `active`.
+
+Times are nanoseconds since 1970 (UTC). Digests are SHA-256 over uncompressed bytes in hex.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+)
+
+__all__ = ["active", "events", "metadata", "profiles", "quarantine", "revisions", "signatures"]
+
+metadata = MetaData(
+    naming_convention={
+        "pk": "pk_%(table_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s",
+        "ix": "ix_%(table_name)s_%(column_0_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_name)s",
+    }
+)
+
+_DIGEST = String(64)
+
+profiles = Table(
+    "profiles",
+    metadata,
+    Column("digest", _DIGEST, primary_key=True),
+    Column("profile", LargeBinary, nullable=False),
+)
+"""Cost profiles by digest, canonical bytes."""
+
+signatures = Table(
+    "signatures",
+    metadata,
+    Column("signature", _DIGEST, primary_key=True),
+    Column("request", LargeBinary, nullable=False),
+    Column("profile", _DIGEST, ForeignKey("profiles.digest"), nullable=False),
+    Column("strategy", Text, nullable=False),
+    Column("phase", Text, nullable=False),
+    Column("num_candidates", Integer, nullable=False),
+    Column("groups", Text, nullable=False),
+    Column("parameters", Text, nullable=False),
+    Column("modules", Text, nullable=False),
+    Column("created_ns", BigInteger, nullable=False),
+    Column("actor", Text, nullable=False),
+)
+"""Requests by signature, each bound for ever to the first profile that came with it.
+
+`groups`, `parameters` and `modules` are names, one a line, copied from the request so that they can be searched."""
+
+revisions = Table(
+    "revisions",
+    metadata,
+    Column("signature", _DIGEST, ForeignKey("signatures.signature"), primary_key=True),
+    Column("revision", Integer, primary_key=True, autoincrement=False),
+    Column("digest", _DIGEST, nullable=False),
+    Column("plan", LargeBinary, nullable=False),
+    Column("plan_sha256", _DIGEST, nullable=False),
+    Column("origin", Text, nullable=False),
+    Column("planner", Text, nullable=False),
+    Column("options", LargeBinary, nullable=False),
+    Column("parent", Integer),
+    Column("created_ns", BigInteger, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Index("ix_revisions_digest", "digest"),
+)
+"""Plans of each signature, 1 being the planner's own. `digest` is the decision's, `plan_sha256` the whole body's."""
+
+active = Table(
+    "active",
+    metadata,
+    Column("signature", _DIGEST, ForeignKey("signatures.signature"), primary_key=True),
+    Column("job", Text, primary_key=True),
+    Column("revision", Integer, nullable=False),
+    Column("changed_ns", BigInteger, nullable=False),
+)
+"""Which revision is served: for everyone where `job` is empty, else for that job alone."""
+
+events = Table(
+    "events",
+    metadata,
+    Column("seq", BigInteger, primary_key=True, autoincrement=False),
+    Column("at_ns", BigInteger, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("signature", _DIGEST),
+    Column("job", Text),
+    Column("body", LargeBinary, nullable=False),
+    Column("previous", _DIGEST, nullable=False),
+    Column("digest", _DIGEST, nullable=False),
+    Index("ix_events_signature", "signature"),
+    Index("ix_events_job", "job"),
+)
+"""The audit log: every change of state, each event naming the digest of the one before."""
+
+quarantine = Table(
+    "quarantine",
+    metadata,
+    Column("signature", _DIGEST, primary_key=True),
+    Column("revision", Integer, primary_key=True, autoincrement=False),
+    Column("found_ns", BigInteger, nullable=False),
+    Column("detail", Text, nullable=False),
+)
+"""Revisions whose bytes no longer are what their digest says; never served until an operator restored them."""
