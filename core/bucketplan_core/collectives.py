@@ -1,7 +1,7 @@
 """The parts of a request: groups, candidates, fixed collectives, options and lanes.
 
-Positions are *gaps*: gap g is the place right before compute segment g. Collectives are numbered in one space, candidates
-first in the order of their launches, then fixed collectives.
+Positions are *gaps*: gap g is the place right before compute segment g. Collectives are numbered in one space,
+candidates first in the order of their launches, then fixed collectives.
 """
 
 from __future__ import annotations
@@ -70,8 +70,9 @@ DTYPE_BYTES = {
 class Group:
     """A process group by its role.
 
-    `strides` is the pattern of its ranks relative to the first, as run lengths (step, repeats, step, repeats ...): ranks
-    0, 8, 16 give (8, 2). `nodes` and `link` come from the epoch, one value a role; 0 and None where nobody said.
+    `strides` is the pattern of its ranks relative to the first, as run lengths (step, repeats, step, repeats ...):
+    ranks 0, 8, 16 give (8, 2), ranks 0, 1, 8, 9 give (1, 1, 7, 1, 1, 1), nothing where unknown. `nodes` and `link` come
+    from the epoch, one value a role; 0 and None where nobody said.
     """
 
     role: str
@@ -98,12 +99,6 @@ class Group:
             nodes=fields.integer("nodes"),
             link=fields.optional_text("link"),
         )
-        if len(group.strides) % 2:
-            raise DecodeError(
-                f"{fields.path}.strides",
-                group.strides,
-                "must hold pairs of step and repeats",
-            )
         fields.finish()
         return group
 
@@ -112,10 +107,10 @@ class Group:
 class Candidate:
     """One FSDP collective that may be fused.
 
-    `ordinal` is the position of its parameter among the job's parameters (None when it has none); `depends_on` holds the
-    collectives whose results feed its input with no compute between. All positions are gaps except `last_use`, the
-    last segment that reads the result (`num_segments` for an output of the graph). `launch_order` and `wait_order` number
-    the launches and waits of all collectives as they stood in the graph.
+    `ordinal` is the position of its parameter among the job's parameters (None when it has none); `depends_on` holds
+    the collectives whose results feed its input with no compute between. All positions are gaps except `last_use`, the
+    last segment that reads the result (`num_segments` for an output of the graph). `launch_order` and `wait_order`
+    number the launches and waits of all collectives as they stood in the graph.
     """
 
     kind: str
@@ -191,8 +186,8 @@ class FixedCollective:
 class Options:
     """How to plan; complete before it is hashed. Sizes in bytes of the unsharded tensors.
 
-    `prefetch` is how many buckets a gather is issued ahead under placement `scheduled`; `planner` is the name and version
-    of the strategy's algorithm (``size/1``); `hardware` the figures of the hardware profile, None when unknown.
+    `prefetch` is how many buckets a gather is issued ahead under placement `scheduled`; `planner` is the name and
+    version of the strategy's algorithm (``size/1``); `hardware` the figures of the hardware profile, None when unknown.
     `memory_budget_bytes` bounds live bytes plus collectives' buffers; None leaves it to the planner's stated default.
     """
 
@@ -245,7 +240,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """Candidates that may ever share a collective; `members` in lane order (gathers by first use, reductions by readiness)."""
+    """Candidates that may ever share a collective, in lane order: gathers by first use, reductions by readiness."""
 
     kind: str
     group: str

@@ -1,8 +1,10 @@
-"""Candidates and fixed collectives as columns, one array a field: half the bytes of maps, a quarter of the decoding time."""
+"""Candidates and fixed collectives as columns, one array a field: half the bytes and a quarter of the time of maps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from bucketplan_core.collectives import (
     DTYPE_BYTES,
@@ -11,7 +13,6 @@ from bucketplan_core.collectives import (
     Candidate,
     FixedCollective,
 )
-from bucketplan_core.errors import DecodeError
 from bucketplan_core.fields import Fields
 from bucketplan_core.wire import WireValue
 
@@ -22,12 +23,16 @@ __all__ = [
     "candidates_to_wire",
     "fixed_from_wire",
     "fixed_to_wire",
+    "rows_from_columns",
 ]
 
 MAX_CANDIDATES = 20_000
 MAX_FIXED = 100_000
 _MAX_DIMENSIONS = 64
+_MAX_MODULES = 1_000
 _MAX_DEPENDENCIES = 1_000
+
+Row = TypeVar("Row")
 
 
 def candidates_to_wire(candidates: Sequence[Candidate]) -> dict[str, WireValue]:
@@ -72,125 +77,60 @@ def fixed_to_wire(fixed: Sequence[FixedCollective]) -> dict[str, WireValue]:
     }
 
 
-def _length(fields: Fields, key: str, limit: int) -> int:
-    value = fields.peek(key)
-    if len(value) > limit:
-        raise DecodeError(
-            fields.path, f"{len(value)} entries", f"at most {limit} are allowed"
-        )
-    return len(value)
-
-
 def candidates_from_wire(fields: Fields, num_segments: int) -> tuple[Candidate, ...]:
-    n = _length(fields, "kind", MAX_CANDIDATES)
-    columns = (
-        fields.column_str("kind", n, choices=KINDS),
-        fields.column_str("group", n),
-        fields.column_int("group_size", n, low=1),
-        fields.column_str("dtype", n, choices=DTYPE_BYTES),
-        fields.column_str("device_type", n),
-        fields.column_ints("input_shape", n, limit=_MAX_DIMENSIONS),
-        fields.column_ints("output_shape", n, limit=_MAX_DIMENSIONS),
-        fields.column_int("earliest_launch", n, high=num_segments),
-        fields.column_int("launch", n, high=num_segments),
-        fields.column_int("latest_launch", n, high=num_segments),
-        fields.column_int("wait", n, high=num_segments),
-        fields.column_int("latest_wait", n, high=num_segments),
-        fields.column_int("first_use", n, high=num_segments),
-        fields.column_int("last_use", n, high=num_segments),
-        fields.column_int("launch_order", n),
-        fields.column_int("wait_order", n),
-        fields.column_optional_str("reduce_op", n, choices=REDUCE_OPS),
-        fields.column_optional_str("param_name", n),
-        fields.column_optional_int("ordinal", n),
-        fields.column_optional_int("state_idx", n),
-        fields.column_strs("module_fqns", n, limit=_MAX_DEPENDENCIES),
-        fields.column_bool("backward", n),
-        fields.column_optional_str("scope", n),
-        fields.column_ints("depends_on", n, limit=_MAX_DEPENDENCIES),
-    )
+    n = fields.column_length("kind", limit=MAX_CANDIDATES)
+    columns: dict[str, Sequence[object]] = {
+        "kind": fields.column_str("kind", n, choices=KINDS),
+        "group": fields.column_str("group", n),
+        "group_size": fields.column_int("group_size", n, low=1),
+        "dtype": fields.column_str("dtype", n, choices=DTYPE_BYTES),
+        "device_type": fields.column_str("device_type", n),
+        "input_shape": fields.column_ints("input_shape", n, limit=_MAX_DIMENSIONS),
+        "output_shape": fields.column_ints("output_shape", n, limit=_MAX_DIMENSIONS),
+        "earliest_launch": fields.column_int("earliest_launch", n, high=num_segments),
+        "launch": fields.column_int("launch", n, high=num_segments),
+        "latest_launch": fields.column_int("latest_launch", n, high=num_segments),
+        "wait": fields.column_int("wait", n, high=num_segments),
+        "latest_wait": fields.column_int("latest_wait", n, high=num_segments),
+        "first_use": fields.column_int("first_use", n, high=num_segments),
+        "last_use": fields.column_int("last_use", n, high=num_segments),
+        "launch_order": fields.column_int("launch_order", n),
+        "wait_order": fields.column_int("wait_order", n),
+        "reduce_op": fields.column_optional_str("reduce_op", n, choices=REDUCE_OPS),
+        "param_name": fields.column_optional_str("param_name", n),
+        "ordinal": fields.column_optional_int("ordinal", n),
+        "state_idx": fields.column_optional_int("state_idx", n),
+        "module_fqns": fields.column_strs("module_fqns", n, limit=_MAX_MODULES),
+        "backward": fields.column_bool("backward", n),
+        "scope": fields.column_optional_str("scope", n),
+        "depends_on": fields.column_ints("depends_on", n, limit=_MAX_DEPENDENCIES),
+    }
     fields.finish()
-    return tuple(
-        Candidate(
-            kind=kind,
-            group=group,
-            group_size=group_size,
-            dtype=dtype,
-            device_type=device_type,
-            input_shape=input_shape,
-            output_shape=output_shape,
-            earliest_launch=earliest_launch,
-            launch=launch,
-            latest_launch=latest_launch,
-            wait=wait,
-            latest_wait=latest_wait,
-            first_use=first_use,
-            last_use=last_use,
-            launch_order=launch_order,
-            wait_order=wait_order,
-            reduce_op=reduce_op,
-            param_name=param_name,
-            ordinal=ordinal,
-            state_idx=state_idx,
-            module_fqns=module_fqns,
-            backward=backward,
-            scope=scope,
-            depends_on=depends_on,
-        )
-        for (
-            kind,
-            group,
-            group_size,
-            dtype,
-            device_type,
-            input_shape,
-            output_shape,
-            earliest_launch,
-            launch,
-            latest_launch,
-            wait,
-            latest_wait,
-            first_use,
-            last_use,
-            launch_order,
-            wait_order,
-            reduce_op,
-            param_name,
-            ordinal,
-            state_idx,
-            module_fqns,
-            backward,
-            scope,
-            depends_on,
-        ) in zip(*columns, strict=True)
-    )
+    return rows_from_columns(Candidate, columns, n)
 
 
 def fixed_from_wire(fields: Fields, num_segments: int) -> tuple[FixedCollective, ...]:
-    n = _length(fields, "kind", MAX_FIXED)
-    columns = (
-        fields.column_str("kind", n),
-        fields.column_optional_str("group", n),
-        fields.column_int("launch", n, high=num_segments),
-        fields.column_int("launch_order", n),
-        fields.column_optional_int("wait", n, high=num_segments),
-        fields.column_optional_int("wait_order", n),
-        fields.column_ints("depends_on", n, limit=_MAX_DEPENDENCIES),
-        fields.column_optional_str("skipped", n),
-    )
+    n = fields.column_length("kind", limit=MAX_FIXED)
+    columns: dict[str, Sequence[object]] = {
+        "kind": fields.column_str("kind", n),
+        "group": fields.column_optional_str("group", n),
+        "launch": fields.column_int("launch", n, high=num_segments),
+        "launch_order": fields.column_int("launch_order", n),
+        "wait": fields.column_optional_int("wait", n, high=num_segments),
+        "wait_order": fields.column_optional_int("wait_order", n),
+        "depends_on": fields.column_ints("depends_on", n, limit=_MAX_DEPENDENCIES),
+        "skipped": fields.column_optional_str("skipped", n),
+    }
     fields.finish()
-    return tuple(
-        FixedCollective(
-            kind=kind,
-            group=group,
-            launch=launch,
-            launch_order=launch_order,
-            wait=wait,
-            wait_order=wait_order,
-            depends_on=depends_on,
-            skipped=skipped,
-        )
-        for kind, group, launch, launch_order, wait, wait_order, depends_on, skipped in zip(
-            *columns, strict=True
-        )
-    )
+    return rows_from_columns(FixedCollective, columns, n)
+
+
+def rows_from_columns(row: type[Row], columns: Mapping[str, Sequence[object]], length: int) -> tuple[Row, ...]:
+    """`length` objects of the slotted dataclass `row`, filled column by column.
+
+    The constructor of a frozen class sets every field by a call of its own: five times the time of the whole decoding.
+    """
+    rows = [object.__new__(row) for _ in range(length)]
+    for name, column in columns.items():
+        deque(map(row.__dict__[name].__set__, rows, column), maxlen=0)
+    return tuple(rows)

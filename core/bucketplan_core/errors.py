@@ -29,29 +29,42 @@ __all__ = [
 ]
 
 _SHOWN_VALUE_CHARACTERS = 120
-_FEW_RANKS = 8
+_SHOWN_RANK_RUNS = 32
 
 
 def _show(value: object) -> str:
     text = repr(value)
-    return (
-        text
-        if len(text) <= _SHOWN_VALUE_CHARACTERS
-        else text[:_SHOWN_VALUE_CHARACTERS] + "..."
-    )
+    return text if len(text) <= _SHOWN_VALUE_CHARACTERS else text[:_SHOWN_VALUE_CHARACTERS] + "..."
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks one by one while they are few, else count them: ``ranks 3, 5`` or ``26 ranks``."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) <= _FEW_RANKS:
-        return "ranks " + ", ".join(str(rank) for rank in ranks)
-    return f"{len(ranks)} ranks"
+    """Name ranks, neighbours as a run: ``rank 3``, ``ranks 0-6, 9``; past 32 runs it counts the rest."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    named = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:_SHOWN_RANK_RUNS]]
+    unnamed = sum(last - first + 1 for first, last in runs[_SHOWN_RANK_RUNS:])
+    tail = f" and {unnamed} more" if unnamed else ""
+    return f"rank{'' if len(set(ranks)) == 1 else 's'} {', '.join(named)}{tail}"
+
+
+def _restore(kind: type[BucketplanError], args: tuple[object, ...], state: dict[str, object]) -> BucketplanError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(state)
+    return error
 
 
 class BucketplanError(Exception):
-    """Base of every error that bucketplan raises on purpose."""
+    """Base of every error that bucketplan raises on purpose; crosses process borders with its fields."""
+
+    def __reduce__(
+        self,
+    ) -> tuple[object, tuple[type[BucketplanError], tuple[object, ...], dict[str, object]]]:
+        return (_restore, (type(self), self.args, dict(self.__dict__)))
 
 
 class DecodeError(BucketplanError):
@@ -106,11 +119,7 @@ class IllegalPlan(BucketplanError):
         self.bucket = bucket
         self.members = tuple(members)
         where = f" in bucket {bucket!r}" if bucket is not None else ""
-        which = (
-            f" (candidates {', '.join(str(m) for m in self.members)})"
-            if self.members
-            else ""
-        )
+        which = f" (candidates {', '.join(str(m) for m in self.members)})" if self.members else ""
         super().__init__(f"rule {rule!r} broken{where}{which}: {reason}")
 
 
@@ -140,16 +149,13 @@ class PlannerUnavailable(PlanningError):
 class GroupPlanMismatch(BucketplanError):
     """Ranks of one group hold different values; `holders` maps each value to the ranks that hold it."""
 
-    def __init__(
-        self, *, role: str, what: str, holders: Mapping[str, Sequence[int]]
-    ) -> None:
+    def __init__(self, *, role: str, what: str, holders: Mapping[str, Sequence[int]]) -> None:
         self.role = role
         self.what = what
         self.holders = {value: tuple(ranks) for value, ranks in holders.items()}
         held = sorted(self.holders.items(), key=lambda item: (-len(item[1]), item[0]))
         parts = "; ".join(
-            f"{describe_ranks(ranks)} hold{'s' if len(ranks) == 1 else ''} {value}"
-            for value, ranks in held
+            f"{describe_ranks(ranks)} hold{'s' if len(ranks) == 1 else ''} {value}" for value, ranks in held
         )
         super().__init__(
             f"group {role!r}: its ranks do not agree on the {what}: {parts}. "

@@ -1,23 +1,30 @@
 """Reading a decoded tree field by field, with the path of whatever is wrong.
 
 `Fields` consumes one map: every reader names a key, checks type and range, and `finish` refuses what nobody asked for.
-`column_*` readers check a whole array at once, because candidates travel column-wise and come in thousands.
+`column_*` readers take a whole array, because candidates travel column-wise and come in thousands: one check over all
+of it accepts, and only an array that fails is read entry by entry, for the path of the first wrong one.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import TypeVar
+from itertools import chain
+from typing import TypeVar, cast
 
 from bucketplan_core.errors import DecodeError, SchemaVersionError
-from bucketplan_core.wire import MAX_INT, WireValue
+from bucketplan_core.wire import MAX_INT, IntegerText, WireValue
 
 __all__ = ["MAX_STRING_CHARACTERS", "Fields"]
 
 MAX_STRING_CHARACTERS = 16_384
 """Longest name: parameter paths of generated models reach kilobytes; nothing legitimate reaches this."""
 _HEX_DIGEST = re.compile(r"[0-9a-f]{64}\Z")
+_INTS = frozenset({int})
+_TEXTS = frozenset({str})
+_FLAGS = frozenset({bool})
+_LISTS = frozenset({list})
+_NONE = type(None)
 
 T = TypeVar("T")
 
@@ -33,7 +40,7 @@ class Fields:
 
     def finish(self) -> None:
         """Refuse keys that no reader consumed."""
-        for key in sorted(self._left):
+        for key in sorted(self._left, key=str):
             raise DecodeError(f"{self.path}.{key}", self._left[key], "unknown key")
 
     def peek(self, key: str) -> list[WireValue]:
@@ -43,30 +50,25 @@ class Fields:
 
     def raw(self, key: str) -> WireValue:
         if key not in self._left:
-            raise DecodeError(f"{self.path}.{key}", None, "required key is missing")
+            raise DecodeError(self._at(key), None, "required key is missing")
         value: WireValue = self._left.pop(key)
         return value
 
     def schema(self, supported: Sequence[int]) -> int:
         value = self.raw("schema")
         if type(value) is not int or value not in supported:
-            raise SchemaVersionError(f"{self.path}.schema", value, supported)
+            raise SchemaVersionError(self._at("schema"), value, supported)
         return value
 
     def integer(self, key: str, *, low: int = 0, high: int = MAX_INT) -> int:
         return _int(self.raw(key), self._at(key), low, high)
 
-    def optional_integer(
-        self, key: str, *, low: int = 0, high: int = MAX_INT
-    ) -> int | None:
+    def optional_integer(self, key: str, *, low: int = 0, high: int = MAX_INT) -> int | None:
         value = self.raw(key)
         return None if value is None else _int(value, self._at(key), low, high)
 
     def flag(self, key: str) -> bool:
-        value = self.raw(key)
-        if type(value) is not bool:
-            raise DecodeError(self._at(key), value, "must be true or false")
-        return value
+        return _bool(self.raw(key), self._at(key))
 
     def text(self, key: str, *, choices: Collection[str] | None = None) -> str:
         return _str(self.raw(key), self._at(key), choices)
@@ -96,8 +98,13 @@ class Fields:
         value = self.raw(key)
         return None if value is None else Fields(value, self._at(key))
 
-    def keys(self) -> list[str]:
+    def keys(self, *, limit: int) -> list[str]:
         """Keys not read yet, sorted: for maps whose keys are data."""
+        if len(self._left) > limit:
+            raise DecodeError(self.path, f"{len(self._left)} keys", f"at most {limit} keys are allowed")
+        for key in self._left:
+            if type(key) is not str or len(key) > MAX_STRING_CHARACTERS:
+                raise DecodeError(self.path, key, f"keys must be text of at most {MAX_STRING_CHARACTERS} characters")
         return sorted(self._left)
 
     def array(self, key: str, *, limit: int) -> list[WireValue]:
@@ -105,79 +112,108 @@ class Fields:
         if not isinstance(value, list):
             raise DecodeError(self._at(key), value, "must be a list")
         if len(value) > limit:
-            raise DecodeError(
-                self._at(key),
-                f"{len(value)} entries",
-                f"at most {limit} entries are allowed",
-            )
+            raise DecodeError(self._at(key), f"{len(value)} entries", f"at most {limit} entries are allowed")
         return value
 
-    def column(
-        self, key: str, length: int, read: Callable[[WireValue, str], T]
-    ) -> list[T]:
+    def column_length(self, key: str, *, limit: int) -> int:
+        """Entries of the column that sizes the others, 0 where it is missing: its own reader says so."""
+        num_entries = len(self.peek(key))
+        if num_entries > limit:
+            raise DecodeError(self._at(key), f"{num_entries} entries", f"at most {limit} entries are allowed")
+        return num_entries
+
+    def column(self, key: str, length: int, read: Callable[[WireValue, str], T]) -> list[T]:
         """One array of `length` entries, each read by `read(value, path)`."""
+        return self._each(key, self._column(key, length), read)
+
+    def column_int(self, key: str, length: int, *, low: int = 0, high: int = MAX_INT) -> list[int]:
+        values = self._column(key, length)
+        if set(map(type, values)) <= _INTS and _all_between(cast("list[int]", values), low, high):
+            return cast("list[int]", values)
+        return self._each(key, values, lambda value, path: _int(value, path, low, high))
+
+    def column_optional_int(self, key: str, length: int, *, low: int = 0, high: int = MAX_INT) -> list[int | None]:
+        values = self._column(key, length)
+        present = [value for value in values if value is not None]
+        if set(map(type, present)) <= _INTS and _all_between(cast("list[int]", present), low, high):
+            return cast("list[int | None]", values)
+        return self._each(key, values, lambda value, path: None if value is None else _int(value, path, low, high))
+
+    def column_bool(self, key: str, length: int) -> list[bool]:
+        values = self._column(key, length)
+        if set(map(type, values)) <= _FLAGS:
+            return cast("list[bool]", values)
+        return self._each(key, values, _bool)
+
+    def column_str(self, key: str, length: int, *, choices: Collection[str] | None = None) -> list[str]:
+        values = self._column(key, length)
+        if set(map(type, values)) <= _TEXTS and _all_allowed(cast("list[str]", values), choices):
+            return cast("list[str]", values)
+        return self._each(key, values, lambda value, path: _str(value, path, choices))
+
+    def column_optional_str(self, key: str, length: int, *, choices: Collection[str] | None = None) -> list[str | None]:
+        values = self._column(key, length)
+        present = [value for value in values if value is not None]
+        if set(map(type, present)) <= _TEXTS and _all_allowed(cast("list[str]", present), choices):
+            return cast("list[str | None]", values)
+        return self._each(key, values, lambda value, path: None if value is None else _str(value, path, choices))
+
+    def column_ints(self, key: str, length: int, *, low: int = 0, limit: int) -> list[tuple[int, ...]]:
+        values = self._column(key, length)
+        inner = _flattened(values, limit)
+        if (
+            inner is not None
+            and set(map(type, inner)) <= _INTS
+            and _all_between(cast("list[int]", inner), low, MAX_INT)
+        ):
+            return list(map(tuple, cast("list[list[int]]", values)))
+        return self._each(key, values, lambda value, path: _ints(value, path, low, limit))
+
+    def column_strs(self, key: str, length: int, *, limit: int) -> list[tuple[str, ...]]:
+        values = self._column(key, length)
+        inner = _flattened(values, limit)
+        if inner is not None and set(map(type, inner)) <= _TEXTS and _all_allowed(cast("list[str]", inner), None):
+            return list(map(tuple, cast("list[list[str]]", values)))
+        return self._each(key, values, lambda value, path: _strs(value, path, limit))
+
+    def _column(self, key: str, length: int) -> list[WireValue]:
         values = self.array(key, limit=MAX_INT)
         if len(values) != length:
             raise DecodeError(
-                self._at(key),
-                f"{len(values)} entries",
-                f"must have {length} entries, as the other columns",
+                self._at(key), f"{len(values)} entries", f"must have {length} entries, as the other columns"
             )
-        return [
-            read(value, f"{self._at(key)}[{index}]")
-            for index, value in enumerate(values)
-        ]
+        return values
 
-    def column_int(
-        self, key: str, length: int, *, low: int = 0, high: int = MAX_INT
-    ) -> list[int]:
-        return self.column(
-            key, length, lambda value, path: _int(value, path, low, high)
-        )
-
-    def column_optional_int(
-        self, key: str, length: int, *, low: int = 0, high: int = MAX_INT
-    ) -> list[int | None]:
-        return self.column(
-            key,
-            length,
-            lambda value, path: None if value is None else _int(value, path, low, high),
-        )
-
-    def column_bool(self, key: str, length: int) -> list[bool]:
-        return self.column(key, length, _bool)
-
-    def column_str(
-        self, key: str, length: int, *, choices: Collection[str] | None = None
-    ) -> list[str]:
-        return self.column(key, length, lambda value, path: _str(value, path, choices))
-
-    def column_optional_str(
-        self, key: str, length: int, *, choices: Collection[str] | None = None
-    ) -> list[str | None]:
-        return self.column(
-            key,
-            length,
-            lambda value, path: None if value is None else _str(value, path, choices),
-        )
-
-    def column_ints(
-        self, key: str, length: int, *, low: int = 0, limit: int
-    ) -> list[tuple[int, ...]]:
-        return self.column(
-            key, length, lambda value, path: _ints(value, path, low, limit)
-        )
-
-    def column_strs(
-        self, key: str, length: int, *, limit: int
-    ) -> list[tuple[str, ...]]:
-        return self.column(key, length, lambda value, path: _strs(value, path, limit))
+    def _each(self, key: str, values: list[WireValue], read: Callable[[WireValue, str], T]) -> list[T]:
+        return [read(value, f"{self._at(key)}[{index}]") for index, value in enumerate(values)]
 
     def _at(self, key: str) -> str:
         return f"{self.path}.{key}"
 
 
+def _all_between(values: list[int], low: int, high: int) -> bool:
+    return not values or (low <= min(values) and max(values) <= high)
+
+
+def _all_allowed(values: list[str], choices: Collection[str] | None) -> bool:
+    if choices is not None:
+        return set(values) <= set(choices)
+    return not values or max(map(len, values)) <= MAX_STRING_CHARACTERS
+
+
+def _flattened(values: list[WireValue], limit: int) -> list[WireValue] | None:
+    """All entries of these lists in one, or None where one is no list or longer than `limit`."""
+    if not set(map(type, values)) <= _LISTS:
+        return None
+    lists = cast("list[list[WireValue]]", values)
+    if lists and max(map(len, lists)) > limit:
+        return None
+    return list(chain.from_iterable(lists))
+
+
 def _int(value: WireValue, path: str, low: int, high: int) -> int:
+    if type(value) is IntegerText:
+        value = int(value)
     if type(value) is not int:
         raise DecodeError(path, value, "must be an integer")
     if not low <= value <= high:
@@ -192,19 +228,15 @@ def _bool(value: WireValue, path: str) -> bool:
 
 
 def _str(value: WireValue, path: str, choices: Collection[str] | None) -> str:
+    if type(value) is IntegerText:
+        value = str(value)
     if type(value) is not str:
         raise DecodeError(path, value, "must be text")
     if choices is not None:
         if value not in choices:
-            raise DecodeError(
-                path, value, f"must be one of {', '.join(sorted(choices))}"
-            )
+            raise DecodeError(path, value, f"must be one of {', '.join(sorted(choices))}")
     elif len(value) > MAX_STRING_CHARACTERS:
-        raise DecodeError(
-            path,
-            f"{len(value)} characters",
-            f"at most {MAX_STRING_CHARACTERS} characters are allowed",
-        )
+        raise DecodeError(path, f"{len(value)} characters", f"at most {MAX_STRING_CHARACTERS} characters are allowed")
     return value
 
 
@@ -215,29 +247,16 @@ def _digest(value: WireValue, path: str) -> str:
 
 
 def _ints(value: WireValue, path: str, low: int, limit: int) -> tuple[int, ...]:
-    if not isinstance(value, list):
-        raise DecodeError(path, value, "must be a list of integers")
-    if len(value) > limit:
-        raise DecodeError(
-            path, f"{len(value)} entries", f"at most {limit} entries are allowed"
-        )
-    for index, item in enumerate(value):
-        if type(item) is not int or not low <= item <= MAX_INT:
-            raise DecodeError(
-                f"{path}[{index}]",
-                item,
-                f"must be an integer between {low} and {MAX_INT}",
-            )
-    return tuple(value)
+    return tuple(_int(item, f"{path}[{index}]", low, MAX_INT) for index, item in enumerate(_list(value, path, limit)))
 
 
 def _strs(value: WireValue, path: str, limit: int) -> tuple[str, ...]:
+    return tuple(_str(item, f"{path}[{index}]", None) for index, item in enumerate(_list(value, path, limit)))
+
+
+def _list(value: WireValue, path: str, limit: int) -> list[WireValue]:
     if not isinstance(value, list):
-        raise DecodeError(path, value, "must be a list of texts")
+        raise DecodeError(path, value, "must be a list")
     if len(value) > limit:
-        raise DecodeError(
-            path, f"{len(value)} entries", f"at most {limit} entries are allowed"
-        )
-    return tuple(
-        _str(item, f"{path}[{index}]", None) for index, item in enumerate(value)
-    )
+        raise DecodeError(path, f"{len(value)} entries", f"at most {limit} entries are allowed")
+    return value

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from bucketplan_core.collectives import Lane
 from bucketplan_core.errors import GroupPlanMismatch
-from bucketplan_core.plan import Decision, StepOp
+from bucketplan_core.plan import Bucket, Decision, StepOp
 from bucketplan_core.request import Request
 from bucketplan_core.wire import WireValue, digest_of, pack
 
@@ -13,58 +14,81 @@ __all__ = ["group_digest", "group_digests", "validate_group_plans"]
 
 
 def group_digest(request: Request, decision: Decision, role: str) -> str:
-    """SHA-256 over everything of `role` that its ranks issue: collectives, payloads, and the order of launches and waits.
+    """SHA-256 over everything of `role` that its ranks issue: collectives, payloads, order of launches and waits.
 
     Buckets in launch order with kind, dtype, op, members' identity and shapes in payload order; the steps of the group,
     fixed collectives included. Ranks of one group may differ elsewhere (pipeline stages, other groups).
     """
-    sizes = {group.role: group.size for group in request.groups}
-    position: dict[int, int] = {}
-    steps: list[WireValue] = []
-    for step in decision.steps:
-        if step.op in (StepOp.LAUNCH, StepOp.WAIT):
-            if request.lanes[decision.buckets[step.target].lane].group != role:
-                continue
-            number = position.setdefault(step.target, len(position))
-            steps.append([int(step.op), number])
-        elif request.fixed[step.target].group == role:
-            steps.append([int(step.op), request.fixed[step.target].kind])
-    buckets: list[WireValue] = []
-    for index in position:
-        bucket = decision.buckets[index]
-        lane = request.lanes[bucket.lane]
-        members: list[WireValue] = []
-        for member in bucket.members:
-            c = request.candidates[member]
-            members.append(
-                [
-                    c.ordinal,
-                    c.state_idx,
-                    c.param_name,
-                    c.dtype,
-                    list(c.input_shape),
-                    list(c.output_shape),
-                ],
-            )
-        buckets.append(
-            [
-                lane.kind,
-                lane.wire_dtype,
-                lane.device_type,
-                lane.reduce_op,
-                bucket.rewrite,
-                members,
-            ]
-        )
-    return digest_of(
-        pack({"buckets": buckets, "role": role, "size": sizes[role], "steps": steps})
-    )
+    return _digests(request, decision, [role])[role]
 
 
 def group_digests(request: Request, decision: Decision) -> dict[str, str]:
-    """The digest of every group that has a candidate, by role."""
-    roles = sorted({candidate.group for candidate in request.candidates})
-    return {role: group_digest(request, decision, role) for role in roles}
+    """The digest of every group that has a candidate, by role; one pass over the decision for all of them."""
+    return _digests(request, decision, sorted({candidate.group for candidate in request.candidates}))
+
+
+def _digests(request: Request, decision: Decision, roles: Sequence[str]) -> dict[str, str]:
+    contents = {group.role: _GroupContent(group.role, group.size) for group in request.groups if group.role in roles}
+    for step in decision.steps:
+        if step.op > StepOp.WAIT:
+            fixed = request.fixed[step.target]
+            content = contents.get(fixed.group) if fixed.group is not None else None
+            if content is not None:
+                content.ops.append(int(step.op))
+                content.targets.append(fixed.kind)
+            continue
+        bucket = decision.buckets[step.target]
+        lane = request.lanes[bucket.lane]
+        content = contents.get(lane.group)
+        if content is not None:
+            content.ops.append(int(step.op))
+            content.targets.append(content.number(step.target, bucket, lane))
+    return {role: contents[role].digest(request) for role in roles}
+
+
+class _GroupContent:
+    """What one group issues, gathered in step order."""
+
+    def __init__(self, role: str, size: int) -> None:
+        self.role = role
+        self.size = size
+        self.ops: list[WireValue] = []
+        self.targets: list[WireValue] = []
+        self._numbers: dict[int, int] = {}
+        self._buckets: list[tuple[Bucket, Lane]] = []
+
+    def number(self, index: int, bucket: Bucket, lane: Lane) -> int:
+        """The bucket's number in this group, by first appearance."""
+        number = self._numbers.setdefault(index, len(self._buckets))
+        if number == len(self._buckets):
+            self._buckets.append((bucket, lane))
+        return number
+
+    def digest(self, request: Request) -> str:
+        members = [request.candidates[member] for bucket, _ in self._buckets for member in bucket.members]
+        content: dict[str, WireValue] = {
+            "buckets": {
+                "device_type": [lane.device_type for _, lane in self._buckets],
+                "group_size": [lane.group_size for _, lane in self._buckets],
+                "kind": [lane.kind for _, lane in self._buckets],
+                "num_members": [len(bucket.members) for bucket, _ in self._buckets],
+                "reduce_op": [lane.reduce_op for _, lane in self._buckets],
+                "rewrite": [bucket.rewrite for bucket, _ in self._buckets],
+                "wire_dtype": [lane.wire_dtype for _, lane in self._buckets],
+            },
+            "members": {
+                "dtype": [c.dtype for c in members],
+                "input_shape": [list(c.input_shape) for c in members],
+                "ordinal": [c.ordinal for c in members],
+                "output_shape": [list(c.output_shape) for c in members],
+                "param_name": [c.param_name for c in members],
+                "state_idx": [c.state_idx for c in members],
+            },
+            "role": self.role,
+            "size": self.size,
+            "steps": {"op": self.ops, "target": self.targets},
+        }
+        return digest_of(pack(content))
 
 
 def validate_group_plans(
@@ -79,11 +103,7 @@ def validate_group_plans(
     """
     _agree(role, "plan", digests)
     if members is not None:
-        _agree(
-            role,
-            "member list",
-            {rank: ",".join(map(str, found)) for rank, found in members.items()},
-        )
+        _agree(role, "member list", {rank: ",".join(map(str, found)) for rank, found in members.items()})
 
 
 def _agree(role: str, what: str, values: Mapping[int, str]) -> None:

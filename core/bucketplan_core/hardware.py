@@ -7,6 +7,7 @@ figures, never a profile's name, so a recalibrated profile gives new signatures 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from bucketplan_core.errors import DecodeError
 from bucketplan_core.fields import Fields
@@ -42,9 +43,10 @@ class CollectiveCost:
 class Hardware:
     """Figures of one accelerator and its links.
 
-    `flops_per_us` maps a work class (``matmul:bfloat16``) to operations a microsecond, sorted by class; `memory_bytes_per_us`
-    is memory traffic of compute, `copy_bytes_per_us` that of packing copies (read plus write counted); `launch_ns` the host's
+    `flops_per_us` maps a work class (``matmul:bfloat16``) to operations a microsecond; `memory_bytes_per_us` is memory
+    traffic of compute, `copy_bytes_per_us` that of packing copies (read plus write counted); `launch_ns` the host's
     cost of one collective launch; `slowdown_permille` how much longer compute takes while a collective is in flight.
+    Rates are kept sorted by class, collectives by group and op: the same figures in any order are one profile.
     """
 
     flops_per_us: tuple[tuple[str, int], ...]
@@ -54,14 +56,16 @@ class Hardware:
     slowdown_permille: int
     collectives: tuple[CollectiveCost, ...]
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "flops_per_us", tuple(sorted(self.flops_per_us)))
+        object.__setattr__(self, "collectives", tuple(sorted(self.collectives, key=lambda cost: (cost.group, cost.op))))
+
     def to_wire(self) -> dict[str, WireValue]:
         return {
             "collectives": [
                 {
                     "alpha_ns": [protocol.alpha_ns for protocol in cost.protocols],
-                    "bytes_per_us": [
-                        protocol.bytes_per_us for protocol in cost.protocols
-                    ],
+                    "bytes_per_us": [protocol.bytes_per_us for protocol in cost.protocols],
                     "group": cost.group,
                     "op": cost.op,
                 }
@@ -76,49 +80,37 @@ class Hardware:
 
     @classmethod
     def read(cls, fields: Fields) -> Hardware:
+        """Read one map; raises `DecodeError` with the field's path."""
         rates = fields.submap("flops_per_us")
-        collectives = []
-        for index, value in enumerate(fields.array("collectives", limit=_MAX_COSTS)):
-            entry = Fields(value, f"{fields.path}.collectives[{index}]")
-            num_protocols = len(entry.peek("alpha_ns"))
-            if not 1 <= num_protocols <= _MAX_PROTOCOLS:
-                raise DecodeError(
-                    f"{entry.path}.alpha_ns",
-                    f"{num_protocols} entries",
-                    f"1 to {_MAX_PROTOCOLS} are allowed",
-                )
-            collectives.append(
-                CollectiveCost(
-                    group=entry.text("group"),
-                    op=entry.text("op", choices=COLLECTIVE_OPS),
-                    protocols=tuple(
-                        Protocol(alpha_ns, bytes_per_us)
-                        for alpha_ns, bytes_per_us in zip(
-                            entry.column_int("alpha_ns", num_protocols, high=_MAX_RATE),
-                            entry.column_int(
-                                "bytes_per_us", num_protocols, low=1, high=_MAX_RATE
-                            ),
-                            strict=True,
-                        )
-                    ),
-                )
-            )
-            entry.finish()
+        entries = [
+            Fields(value, f"{fields.path}.collectives[{index}]")
+            for index, value in enumerate(fields.array("collectives", limit=_MAX_COSTS))
+        ]
+        collectives = [_read_collective(entry) for entry in entries]
+        for (before, cost), entry in zip(pairwise(collectives), entries[1:], strict=True):
+            if (cost.group, cost.op) <= (before.group, before.op):
+                raise DecodeError(entry.path, (cost.group, cost.op), "must be sorted by group and op, each pair once")
         hardware = cls(
             flops_per_us=tuple(
-                (key, rates.integer(key, low=1, high=_MAX_RATE))
-                for key in rates.keys()[:_MAX_RATES]
+                (key, rates.integer(key, low=1, high=_MAX_RATE)) for key in rates.keys(limit=_MAX_RATES)
             ),
-            memory_bytes_per_us=fields.integer(
-                "memory_bytes_per_us", low=1, high=_MAX_RATE
-            ),
-            copy_bytes_per_us=fields.integer(
-                "copy_bytes_per_us", low=1, high=_MAX_RATE
-            ),
+            memory_bytes_per_us=fields.integer("memory_bytes_per_us", low=1, high=_MAX_RATE),
+            copy_bytes_per_us=fields.integer("copy_bytes_per_us", low=1, high=_MAX_RATE),
             launch_ns=fields.integer("launch_ns", high=_MAX_RATE),
             slowdown_permille=fields.integer("slowdown_permille", high=1_000_000),
             collectives=tuple(collectives),
         )
-        rates.finish()
         fields.finish()
         return hardware
+
+
+def _read_collective(fields: Fields) -> CollectiveCost:
+    group = fields.name("group")
+    op = fields.text("op", choices=COLLECTIVE_OPS)
+    num_protocols = fields.column_length("alpha_ns", limit=_MAX_PROTOCOLS)
+    alphas = fields.column_int("alpha_ns", num_protocols, high=_MAX_RATE)
+    rates = fields.column_int("bytes_per_us", num_protocols, low=1, high=_MAX_RATE)
+    fields.finish()
+    if not num_protocols:
+        raise DecodeError(f"{fields.path}.alpha_ns", [], "must name a protocol at least")
+    return CollectiveCost(group=group, op=op, protocols=tuple(map(Protocol, alphas, rates)))

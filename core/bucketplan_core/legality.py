@@ -17,11 +17,24 @@ membership cannot wait for each other in a circle.
 
 from __future__ import annotations
 
+from bucketplan_core.collectives import Lane
 from bucketplan_core.errors import IllegalPlan
 from bucketplan_core.plan import Bucket, Decision, StepOp
 from bucketplan_core.request import Request
 
-__all__ = ["check_decision", "fitting_rewrite"]
+__all__ = ["RULES", "check_decision", "fitting_rewrite", "fixed_schedule"]
+
+RULES = (
+    "signature",
+    "complete",
+    "lane",
+    "launch-before-wait",
+    "fixed",
+    "launch-window",
+    "wait-window",
+    "dependency",
+)
+"""In the order in which they are checked; the first that is broken is named."""
 
 
 def fitting_rewrite(kind: str, num_members: int) -> str:
@@ -34,7 +47,7 @@ def fitting_rewrite(kind: str, num_members: int) -> str:
 
 
 def check_decision(request: Request, decision: Decision) -> None:
-    """Raise `IllegalPlan` naming rule, bucket and members unless `decision` may be applied to the graph of `request`."""
+    """Raise `IllegalPlan` naming rule, bucket and members unless the graph of `request` may run as `decision` says."""
     if decision.signature != request.signature:
         raise IllegalPlan(
             "signature",
@@ -55,110 +68,99 @@ def _check_membership(request: Request, decision: Decision) -> list[int]:
         seen_ids.add(bucket.id)
         if not bucket.members:
             raise IllegalPlan("complete", "the bucket has no members", bucket=bucket.id)
-        _check_lane(request, bucket)
         for member in bucket.members:
+            if not 0 <= member < len(bucket_of):
+                raise IllegalPlan("complete", "the candidate does not exist", bucket=bucket.id, members=[member])
             if bucket_of[member] != -1:
                 other = decision.buckets[bucket_of[member]].id
-                raise IllegalPlan(
-                    "complete",
-                    f"the candidate is in {other!r} too",
-                    bucket=bucket.id,
-                    members=[member],
-                )
+                where = "twice" if other == bucket.id else f"in {other!r} too"
+                raise IllegalPlan("complete", f"the candidate is {where}", bucket=bucket.id, members=[member])
             bucket_of[member] = index
+        _check_lane(request, bucket)
     if -1 in bucket_of:
-        missing = [
-            index for index, bucket_index in enumerate(bucket_of) if bucket_index == -1
-        ]
+        missing = [index for index, bucket_index in enumerate(bucket_of) if bucket_index == -1]
         raise IllegalPlan(
-            "complete", "candidates are in no bucket", members=missing[:8]
+            "complete", f"{len(missing)} candidates are in no bucket, first of all these", members=missing[:8]
         )
     return bucket_of
 
 
 def _check_lane(request: Request, bucket: Bucket) -> None:
-    if bucket.lane >= len(request.lanes):
-        raise IllegalPlan(
-            "lane", f"lane {bucket.lane} does not exist", bucket=bucket.id
-        )
+    if not 0 <= bucket.lane < len(request.lanes):
+        raise IllegalPlan("lane", f"lane {bucket.lane} does not exist", bucket=bucket.id)
     lane = request.lanes[bucket.lane]
-    of_lane = _lane_sets(request)[bucket.lane]
     for member in bucket.members:
-        if member >= len(request.candidates):
-            raise IllegalPlan(
-                "complete",
-                "the candidate does not exist",
-                bucket=bucket.id,
-                members=[member],
-            )
-        if member not in of_lane:
+        if request.lane_of[member] != bucket.lane:
+            other = request.lanes[request.lane_of[member]]
             raise IllegalPlan(
                 "lane",
-                f"the candidate is not of lane {bucket.lane} ({lane.kind} on {lane.group!r}, {lane.wire_dtype})",
+                f"the candidate is of lane {request.lane_of[member]} ({_describe(other)}), the bucket of lane "
+                f"{bucket.lane} ({_describe(lane)})",
                 bucket=bucket.id,
-                members=[bucket.members[0], member],
+                members=list(dict.fromkeys([bucket.members[0], member])),
             )
     expected = fitting_rewrite(lane.kind, len(bucket.members))
     if bucket.rewrite != expected:
-        raise IllegalPlan(
-            "lane",
-            f"rewrite {bucket.rewrite!r} does not fit, {expected!r} does",
-            bucket=bucket.id,
-        )
+        raise IllegalPlan("lane", f"rewrite {bucket.rewrite!r} does not fit, {expected!r} does", bucket=bucket.id)
 
 
-def _lane_sets(request: Request) -> list[frozenset[int]]:
-    cached = request.__dict__.get("_lane_sets")
-    if cached is None:
-        cached = [frozenset(lane.members) for lane in request.lanes]
-        request.__dict__["_lane_sets"] = cached
-    return list(cached)
+def _describe(lane: Lane) -> str:
+    op = "" if lane.reduce_op is None else f" {lane.reduce_op}"
+    return f"{lane.kind}{op} of {lane.wire_dtype} on {lane.group!r}, {lane.group_size} ranks, {lane.device_type}"
 
 
-def _check_steps(
-    request: Request, decision: Decision
-) -> tuple[dict[int, int], dict[int, int]]:
+def _check_steps(request: Request, decision: Decision) -> tuple[dict[int, int], dict[int, int]]:
     """Positions of launch and wait in the total order, by bucket index, and below zero (``~k``) by fixed collective."""
     launched: dict[int, int] = {}
     waited: dict[int, int] = {}
     fixed_events: list[tuple[int, StepOp, int]] = []
     gap = 0
     for position, step in enumerate(decision.steps):
-        if step.gap < gap or step.gap > request.num_segments:
+        if step.gap < gap:
+            raise IllegalPlan("complete", f"step {position} stands at gap {step.gap}, after gap {gap}")
+        if step.gap > request.num_segments:
             raise IllegalPlan(
-                "complete", f"step {position} stands at gap {step.gap}, after gap {gap}"
+                "complete", f"step {position} stands at gap {step.gap}, the last is {request.num_segments}"
             )
         gap = step.gap
         is_fixed = step.op in (StepOp.FIXED_LAUNCH, StepOp.FIXED_WAIT)
-        if step.target >= (len(request.fixed) if is_fixed else len(decision.buckets)):
-            raise IllegalPlan(
-                "complete",
-                f"step {position} names target {step.target}, which does not exist",
-            )
+        if not 0 <= step.target < (len(request.fixed) if is_fixed else len(decision.buckets)):
+            what = "fixed collective" if is_fixed else "bucket"
+            raise IllegalPlan("complete", f"step {position} names {what} {step.target}, which does not exist")
         into = launched if step.op in (StepOp.LAUNCH, StepOp.FIXED_LAUNCH) else waited
         key = ~step.target if is_fixed else step.target
         if key in into:
-            raise IllegalPlan("complete", f"step {position} repeats an earlier one")
+            raise IllegalPlan("complete", f"step {position} repeats step {into[key]}")
         into[key] = position
         if is_fixed:
             fixed_events.append((step.gap, step.op, step.target))
     for index, bucket in enumerate(decision.buckets):
         if index not in launched or index not in waited:
-            raise IllegalPlan(
-                "complete", "the bucket lacks its launch or its wait", bucket=bucket.id
-            )
+            raise IllegalPlan("complete", "the bucket lacks its launch or its wait", bucket=bucket.id)
         if launched[index] >= waited[index]:
             raise IllegalPlan(
                 "launch-before-wait",
-                "the wait comes first",
+                f"the wait is step {waited[index]}, the launch step {launched[index]}",
                 bucket=bucket.id,
                 members=bucket.members[:2],
             )
-    if fixed_events != fixed_schedule(request):
-        raise IllegalPlan(
-            "fixed", "fixed collectives must keep their gaps and their order"
-        )
+    _check_fixed(request, fixed_events)
     return launched, waited
+
+
+def _check_fixed(request: Request, events: list[tuple[int, StepOp, int]]) -> None:
+    expected = fixed_schedule(request)
+    for found, (gap, op, index) in zip(events, expected, strict=False):
+        if found != (gap, op, index):
+            verb = "launch" if op is StepOp.FIXED_LAUNCH else "wait"
+            raise IllegalPlan(
+                "fixed",
+                f"the {verb} of fixed collective {index} ({request.fixed[index].kind}) at gap {gap} was moved, "
+                f"reordered or left out",
+                members=[len(request.candidates) + index],
+            )
+    if len(events) != len(expected):
+        raise IllegalPlan("fixed", f"{len(expected)} launches and waits of fixed collectives, {len(events)} steps")
 
 
 def fixed_schedule(request: Request) -> list[tuple[int, StepOp, int]]:
@@ -208,18 +210,12 @@ def _check_dependencies(
     num_candidates = len(request.candidates)
 
     def key_of(collective: int) -> int:
-        return (
-            bucket_of[collective]
-            if collective < num_candidates
-            else ~(collective - num_candidates)
-        )
+        return bucket_of[collective] if collective < num_candidates else ~(collective - num_candidates)
 
     for index in range(request.num_collectives):
         is_candidate = index < num_candidates
         edges = (
-            request.candidates[index].depends_on
-            if is_candidate
-            else request.fixed[index - num_candidates].depends_on
+            request.candidates[index].depends_on if is_candidate else request.fixed[index - num_candidates].depends_on
         )
         for edge in edges:
             if waited[key_of(edge)] >= launched[key_of(index)]:

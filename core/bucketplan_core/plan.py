@@ -1,18 +1,18 @@
 """The plan: a digested decision that every rank applies, and an undigested assessment for people.
 
 The decision holds the buckets and one total order of launches and waits, fixed collectives included: ranks whose graphs
-differ in padding still issue the same collectives in the same order, and nothing is left to the rewriter. Figures of the
-simulator live in the assessment, which may be recomputed and is never compared between ranks.
+differ in padding still issue the same collectives in the same order, and nothing is left to the rewriter. Figures of
+the simulator live in the assessment, which may be recomputed and is never compared between ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 
-from bucketplan_core.columns import MAX_CANDIDATES, MAX_FIXED
+from bucketplan_core.columns import MAX_CANDIDATES, MAX_FIXED, rows_from_columns
 from bucketplan_core.errors import DecodeError, SignatureMismatch
 from bucketplan_core.fields import Fields
 from bucketplan_core.request import SCHEMA_VERSION
@@ -32,6 +32,9 @@ class StepOp(IntEnum):
     FIXED_WAIT = 3
 
 
+_OPS = tuple(StepOp)
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Step:
     """One event of the schedule, at a gap of the timeline."""
@@ -45,8 +48,8 @@ class Step:
 class Bucket:
     """Candidates that become one collective, `members` in payload order.
 
-    `lane` indexes the request's lanes; `rewrite` says which rewrite fuses it (`gather`, `scatter`, `reduce`) or `none` for
-    one member, whose nodes stay and may move.
+    `lane` indexes the request's lanes; `rewrite` says which rewrite fuses it (`gather`, `scatter`, `reduce`) or `none`
+    for one member, whose nodes stay and may move.
     """
 
     id: str
@@ -96,46 +99,24 @@ class Decision:
         }
 
     @classmethod
-    def decode(cls, data: bytes) -> Decision:
+    def decode(cls, data: bytes, path: str = "decision") -> Decision:
         """Read canonical bytes; raises `DecodeError` with the field's path. Legality is checked elsewhere."""
-        decision = cls.from_wire(unpack(data))
+        decision = cls.from_wire(unpack(data, root=path), path)
         decision.__dict__["encoded"] = data
         return decision
 
     @classmethod
     def from_wire(cls, tree: WireValue, path: str = "decision") -> Decision:
+        """Read a decoded tree; raises `DecodeError` with the field's path below `path`."""
         fields = Fields(tree, path)
         fields.schema((SCHEMA_VERSION,))
-        buckets = fields.submap("buckets")
-        num_buckets = len(_array(buckets, "id", MAX_CANDIDATES))
-        steps = fields.submap("steps")
-        num_steps = len(_array(steps, "gap", 2 * (MAX_CANDIDATES + MAX_FIXED)))
         decision = cls(
             signature=fields.digest("signature"),
-            planner=fields.text("planner"),
+            planner=fields.name("planner"),
             profile=fields.optional_digest("profile"),
-            buckets=tuple(
-                Bucket(id=name, lane=lane, members=members, rewrite=rewrite)
-                for name, lane, members, rewrite in zip(
-                    buckets.column_str("id", num_buckets),
-                    buckets.column_int("lane", num_buckets),
-                    buckets.column_ints("members", num_buckets, limit=MAX_CANDIDATES),
-                    buckets.column_str("rewrite", num_buckets, choices=REWRITES),
-                    strict=True,
-                )
-            ),
-            steps=tuple(
-                Step(gap, StepOp(op), target)
-                for gap, op, target in zip(
-                    steps.column_int("gap", num_steps),
-                    steps.column_int("op", num_steps, high=max(StepOp)),
-                    steps.column_int("target", num_steps),
-                    strict=True,
-                )
-            ),
+            buckets=_buckets_from_wire(fields.submap("buckets")),
+            steps=_steps_from_wire(fields.submap("steps")),
         )
-        buckets.finish()
-        steps.finish()
         fields.finish()
         return decision
 
@@ -148,8 +129,8 @@ class Decision:
         sizes = [len(bucket.members) for bucket in self.buckets]
         fused = [size for size in sizes if size > 1]
         return (
-            f"Decision({self.planner}, signature {self.signature[:12]}, {sum(sizes)} candidates in {len(sizes)} buckets, "
-            f"{len(fused)} fused of up to {max(fused, default=0)} members)"
+            f"Decision({self.planner}, signature {self.signature[:12]}, {sum(sizes)} candidates in {len(sizes)} "
+            f"buckets, {len(fused)} fused of up to {max(fused, default=0)} members)"
         )
 
 
@@ -187,6 +168,9 @@ class Plan:
             "schema": SCHEMA_VERSION,
         }
 
+    def __repr__(self) -> str:
+        return f"Plan({self.decision!r}, digest {self.digest[:12]})"
+
     @classmethod
     def decode(cls, data: bytes, *, expected_signature: str | None = None) -> Plan:
         """Read what a server answered.
@@ -194,7 +178,7 @@ class Plan:
         Raises `DecodeError` for a malformed body and `SignatureMismatch` when the decision is not what its digest or
         `expected_signature` says.
         """
-        fields = Fields(unpack(data), "plan")
+        fields = Fields(unpack(data, root="plan"), "plan")
         fields.schema((SCHEMA_VERSION,))
         claimed = fields.digest("digest")
         encoded = fields.raw("decision")
@@ -207,7 +191,7 @@ class Plan:
         actual = digest_of(encoded)
         if actual != claimed:
             raise SignatureMismatch(claimed=claimed, actual=actual, what="decision")
-        decision = Decision.decode(encoded)
+        decision = Decision.decode(encoded, "plan.decision")
         if expected_signature is not None and decision.signature != expected_signature:
             raise SignatureMismatch(
                 claimed=expected_signature,
@@ -219,12 +203,24 @@ class Plan:
         return plan
 
 
-def _array(fields: Fields, key: str, limit: int) -> list[WireValue]:
-    value = fields.peek(key)
-    if len(value) > limit:
-        raise DecodeError(
-            f"{fields.path}.{key}",
-            f"{len(value)} entries",
-            f"at most {limit} entries are allowed",
-        )
-    return value
+def _buckets_from_wire(fields: Fields) -> tuple[Bucket, ...]:
+    n = fields.column_length("id", limit=MAX_CANDIDATES)
+    columns: dict[str, Sequence[object]] = {
+        "id": fields.column_str("id", n),
+        "lane": fields.column_int("lane", n),
+        "members": fields.column_ints("members", n, limit=MAX_CANDIDATES),
+        "rewrite": fields.column_str("rewrite", n, choices=REWRITES),
+    }
+    fields.finish()
+    return rows_from_columns(Bucket, columns, n)
+
+
+def _steps_from_wire(fields: Fields) -> tuple[Step, ...]:
+    n = fields.column_length("gap", limit=2 * (MAX_CANDIDATES + MAX_FIXED))
+    columns: dict[str, Sequence[object]] = {
+        "gap": fields.column_int("gap", n),
+        "op": list(map(_OPS.__getitem__, fields.column_int("op", n, high=max(StepOp)))),
+        "target": fields.column_int("target", n),
+    }
+    fields.finish()
+    return rows_from_columns(Step, columns, n)

@@ -16,11 +16,12 @@ __all__ = ["make_plan"]
 def make_plan(request: Request, profile: CostProfile | None = None) -> Plan:
     """The plan of `request` under its bound cost profile; the same bytes on every machine.
 
-    Raises `PlannerUnavailable` for a planner version that this build lacks, `PlanningError` for options that cannot be met.
-    The decision has passed `check_decision`.
+    Raises `PlannerUnavailable` for a planner version that this build lacks, `PlanningError` for options that cannot be
+    met, `DecodeError` for a profile of another request. The decision has passed `check_decision`.
     """
     planner = find_planner(request.options.planner)
     bound = profile if profile is not None else CostProfile.empty(request)
+    bound.check(request)
     proposal = planner.propose(request, bound)
     decision = decide(
         request,
@@ -42,9 +43,5 @@ def _assess(request: Request, decision: Decision) -> dict[str, WireValue]:
         "num_candidates": len(request.candidates),
         "num_fixed": len(request.fixed),
         "num_fused_buckets": len(packed),
-        "packed_bytes": sum(
-            request.candidates[m].full_bytes
-            for bucket in packed
-            for m in bucket.members
-        ),
+        "packed_bytes": sum(request.candidates[m].full_bytes for bucket in packed for m in bucket.members),
     }

@@ -4,13 +4,13 @@ A `Request` holds structure only. Whatever may differ between ranks of one job (
 is the cost profile (`bucketplan_core.profile`), a document of its own.
 
 Positions are *gaps*. The compute nodes of a graph are cut into `num_segments` segments; gap g is the place right before
-segment g, gap `num_segments` the place before the output. Collectives are numbered in one space: candidates first, in the
-order of their launches, then fixed collectives: index ``len(candidates) + k`` is fixed collective k.
+segment g, gap `num_segments` the place before the output. Collectives are numbered in one space: candidates first, in
+the order of their launches, then fixed collectives: index ``len(candidates) + k`` is fixed collective k.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -29,15 +29,17 @@ from bucketplan_core.columns import (
     fixed_from_wire,
     fixed_to_wire,
 )
-from bucketplan_core.errors import DecodeError
 from bucketplan_core.fields import Fields
-from bucketplan_core.wire import MAX_INT, WireValue, digest_of, pack, unpack
+from bucketplan_core.validation import validate_request
+from bucketplan_core.wire import WireValue, digest_of, pack, unpack
 
-__all__ = ["CAPTURE_VERSION", "SCHEMA_VERSION", "Request"]
+__all__ = ["CAPTURE_VERSION", "MAX_SEGMENTS", "SCHEMA_VERSION", "Request"]
 
 SCHEMA_VERSION = 1
 CAPTURE_VERSION = 1
 """Raised whenever `describe_graph` would describe the same graph otherwise; part of every signature."""
+MAX_SEGMENTS = 1_000_000
+"""Every collective marks at most 7 points, so the most collectives that are allowed cut fewer segments than this."""
 _MAX_GROUPS = 1_000
 
 
@@ -68,46 +70,42 @@ class Request:
     ) -> Request:
         """Make the one canonical request of these parts, whatever order they arrived in.
 
-        `depends_on` refers to positions in the sequences as given and is renumbered. Raises `DecodeError` as `decode` does.
+        `depends_on` refers to positions in the sequences as given and is renumbered. Raises `DecodeError` as `decode`
+        does; indices in its path count collectives in launch order.
         """
-        num_candidates = len(candidates)
-        order = sorted(
-            range(num_candidates), key=lambda index: candidates[index].launch_order
-        )
-        fixed_order = sorted(
-            range(len(fixed)), key=lambda index: fixed[index].launch_order
-        )
+        order = _launch_order(candidates)
+        fixed_order = _launch_order(fixed)
+        first_fixed = len(candidates)
         renumbered = {old: new for new, old in enumerate(order)}
-        renumbered |= {
-            num_candidates + old: num_candidates + new
-            for new, old in enumerate(fixed_order)
+        renumbered |= {first_fixed + old: first_fixed + new for new, old in enumerate(fixed_order)}
+
+        def edges(depends_on: Iterable[int]) -> list[WireValue]:
+            # What is no collective stays as it is, for the reader to name.
+            found = {renumbered.get(index, index) for index in depends_on}
+            return sorted(found, key=lambda index: index if isinstance(index, int) else -1)
+
+        sorted_candidates = [candidates[i] for i in order]
+        sorted_fixed = [fixed[i] for i in fixed_order]
+        tree: dict[str, WireValue] = {
+            "candidates": candidates_to_wire(sorted_candidates)
+            | {"depends_on": [edges(c.depends_on) for c in sorted_candidates]},
+            "capture": capture,
+            "fixed": fixed_to_wire(sorted_fixed) | {"depends_on": [edges(f.depends_on) for f in sorted_fixed]},
+            "groups": [group.to_wire() for group in sorted(groups, key=lambda group: group.role)],
+            "num_segments": num_segments,
+            "options": options.to_wire(),
+            "phase": phase,
+            "schema": SCHEMA_VERSION,
         }
-
-        def edges(depends_on: tuple[int, ...]) -> tuple[int, ...]:
-            return tuple(sorted({renumbered[index] for index in depends_on}))
-
-        request = cls(
-            num_segments=num_segments,
-            groups=tuple(sorted(groups, key=lambda group: group.role)),
-            candidates=tuple(
-                replace(candidates[i], depends_on=edges(candidates[i].depends_on))
-                for i in order
-            ),
-            fixed=tuple(
-                replace(fixed[i], depends_on=edges(fixed[i].depends_on))
-                for i in fixed_order
-            ),
-            options=options,
-            phase=phase,
-            capture=capture,
-        )
-        request.validate()
+        encoded = pack(tree, root="request")
+        request = cls.from_wire(tree)
+        request.__dict__["encoded"] = encoded
         return request
 
     @cached_property
     def encoded(self) -> bytes:
         """The canonical bytes that `signature` hashes."""
-        return pack(_request_to_wire(self))
+        return pack(self.to_wire(), root="request")
 
     @cached_property
     def signature(self) -> str:
@@ -116,7 +114,7 @@ class Request:
     @classmethod
     def decode(cls, data: bytes) -> Request:
         """Read canonical bytes; raises `DecodeError` with the offending field's path."""
-        request = cls.from_wire(unpack(data))
+        request = cls.from_wire(unpack(data, root="request"))
         request.__dict__["encoded"] = data
         return request
 
@@ -128,17 +126,31 @@ class Request:
         return request
 
     def to_wire(self) -> dict[str, WireValue]:
-        return _request_to_wire(self)
+        return {
+            "candidates": candidates_to_wire(self.candidates),
+            "capture": self.capture,
+            "fixed": fixed_to_wire(self.fixed),
+            "groups": [group.to_wire() for group in self.groups],
+            "num_segments": self.num_segments,
+            "options": self.options.to_wire(),
+            "phase": self.phase,
+            "schema": self.schema,
+        }
 
     def validate(self, path: str = "request") -> None:
         """Check what fields must hold together; raises `DecodeError` naming the field."""
-        _validate(self, path)
+        validate_request(self, path)
 
     def with_options(self, options: Options) -> Request:
-        """The same graph under other options (another signature)."""
-        changed = replace(self, options=options)
-        changed.validate()
-        return changed
+        """The same graph under other options (another signature); scopes go where the strategy is not `module`.
+
+        Raises `DecodeError` for options that a request cannot hold.
+        """
+        checked = Options.read(Fields(options.to_wire(), "request.options"))
+        candidates = self.candidates
+        if checked.strategy != "module":
+            candidates = tuple(c if c.scope is None else replace(c, scope=None) for c in candidates)
+        return replace(self, options=checked, candidates=candidates)
 
     @property
     def num_collectives(self) -> int:
@@ -160,10 +172,16 @@ class Request:
                 candidate.reduce_op,
             )
             members.setdefault(key, []).append(index)
-        return tuple(
-            Lane(*key, members=tuple(sorted(found, key=self.lane_position)))
-            for key, found in members.items()
-        )
+        return tuple(Lane(*key, members=tuple(sorted(found, key=self.lane_position))) for key, found in members.items())
+
+    @cached_property
+    def lane_of(self) -> tuple[int, ...]:
+        """The lane of every candidate, as an index into `lanes`."""
+        found = [0] * len(self.candidates)
+        for number, lane in enumerate(self.lanes):
+            for member in lane.members:
+                found[member] = number
+        return tuple(found)
 
     def lane_position(self, index: int) -> tuple[int, int]:
         """Sort key of lane order: gathers by first use, reductions by readiness, then as launched."""
@@ -177,32 +195,28 @@ class Request:
         Byte offsets decide how a ring reduces bf16, so the order is part of the plan (torchtitan#3590).
         """
         candidate = self.candidates[index]
-        rank = (
-            candidate.ordinal if candidate.ordinal is not None else candidate.state_idx
-        )
+        rank = candidate.ordinal if candidate.ordinal is not None else candidate.state_idx
+        return (0, rank, *self.lane_position(index)) if rank is not None else (1, 0, *self.lane_position(index))
+
+    def __repr__(self) -> str:
         return (
-            (0, rank, *self.lane_position(index))
-            if rank is not None
-            else (1, 0, *self.lane_position(index))
+            f"Request({self.phase}, {len(self.candidates)} candidates in {len(self.lanes)} lanes, "
+            f"{len(self.fixed)} fixed, {self.num_segments} segments, {self.options.planner} {self.options.placement}, "
+            f"signature {self.signature[:12]})"
         )
 
 
-def _request_to_wire(request: Request) -> dict[str, WireValue]:
-    return {
-        "candidates": candidates_to_wire(request.candidates),
-        "capture": request.capture,
-        "fixed": fixed_to_wire(request.fixed),
-        "groups": [group.to_wire() for group in request.groups],
-        "num_segments": request.num_segments,
-        "options": request.options.to_wire(),
-        "phase": request.phase,
-        "schema": request.schema,
-    }
+def _launch_order(collectives: Sequence[Candidate] | Sequence[FixedCollective]) -> list[int]:
+    def key(index: int) -> int:
+        number: object = collectives[index].launch_order
+        return number if isinstance(number, int) else -1
+
+    return sorted(range(len(collectives)), key=key)
 
 
 def _request_from_wire(fields: Fields) -> Request:
     schema = fields.schema((SCHEMA_VERSION,))
-    num_segments = fields.integer("num_segments")
+    num_segments = fields.integer("num_segments", high=MAX_SEGMENTS)
     groups = tuple(
         Group.read(Fields(value, f"{fields.path}.groups[{index}]"))
         for index, value in enumerate(fields.array("groups", limit=_MAX_GROUPS))
@@ -219,169 +233,3 @@ def _request_from_wire(fields: Fields) -> Request:
     )
     fields.finish()
     return request
-
-
-def _validate(request: Request, path: str) -> None:
-    sizes: dict[str, int] = {}
-    for index, group in enumerate(request.groups):
-        at = f"{path}.groups[{index}].role"
-        if index and group.role <= request.groups[index - 1].role:
-            raise DecodeError(
-                at, group.role, "groups must be sorted by role, each role once"
-            )
-        sizes[group.role] = group.size
-    _validate_orders(request, path)
-    for index, candidate in enumerate(request.candidates):
-        _validate_candidate(candidate, index, sizes, request, path)
-    for index, fixed in enumerate(request.fixed):
-        at = f"{path}.fixed"
-        if fixed.group is not None and fixed.group not in sizes:
-            raise DecodeError(
-                f"{at}.group[{index}]", fixed.group, "is not a role in groups"
-            )
-        if (fixed.wait is None) != (fixed.wait_order is None):
-            raise DecodeError(
-                f"{at}.wait_order[{index}]",
-                fixed.wait_order,
-                "must be null exactly where wait is",
-            )
-        if fixed.wait is not None and fixed.wait < fixed.launch:
-            raise DecodeError(
-                f"{at}.wait[{index}]",
-                fixed.wait,
-                f"must not come before launch {fixed.launch}",
-            )
-        _validate_edges(
-            fixed.depends_on, fixed.launch_order, f"{at}.depends_on[{index}]", request
-        )
-
-
-def _validate_candidate(
-    c: Candidate, index: int, sizes: dict[str, int], request: Request, path: str
-) -> None:
-    def wrong(field: str, reason: str) -> DecodeError:
-        return DecodeError(
-            f"{path}.candidates.{field}[{index}]", getattr(c, field), reason
-        )
-
-    if sizes.get(c.group) is None:
-        raise wrong("group", "is not a role in groups")
-    if not c.earliest_launch <= c.launch <= c.latest_launch:
-        raise wrong(
-            "launch",
-            f"must lie in [earliest_launch {c.earliest_launch}, latest_launch {c.latest_launch}]",
-        )
-    if not c.launch <= c.wait <= c.latest_wait:
-        raise wrong(
-            "wait", f"must lie in [launch {c.launch}, latest_wait {c.latest_wait}]"
-        )
-    if c.latest_wait > c.first_use:
-        raise wrong("latest_wait", f"must not come after first_use {c.first_use}")
-    if c.first_use > c.last_use:
-        raise wrong("last_use", f"must not come before first_use {c.first_use}")
-    if (c.reduce_op is None) != c.is_gather:
-        raise wrong(
-            "reduce_op", "is required for reductions and must be null for gathers"
-        )
-    factor_in, factor_out = _shard_factors(c)
-    if c.input_numel * factor_in != c.output_numel * factor_out:
-        raise wrong(
-            "output_shape",
-            f"does not fit input_shape {c.input_shape} at group_size {c.group_size}",
-        )
-    if c.full_bytes > MAX_INT >> 8:
-        raise wrong(
-            "input_shape" if not c.is_gather else "output_shape",
-            "tensor is larger than 2**55 bytes",
-        )
-    if c.scope is not None and request.options.strategy != "module":
-        raise wrong("scope", "must be null unless the strategy is module")
-    _validate_edges(
-        c.depends_on, c.launch_order, f"{path}.candidates.depends_on[{index}]", request
-    )
-
-
-def _shard_factors(c: Candidate) -> tuple[int, int]:
-    if c.is_gather:
-        return c.group_size, 1
-    return (1, c.group_size) if c.kind == "fsdp_reduce_scatter" else (1, 1)
-
-
-def _validate_edges(
-    edges: tuple[int, ...], launch_order: int, path: str, request: Request
-) -> None:
-    num_candidates = len(request.candidates)
-    for at, edge in enumerate(edges):
-        if at and edge <= edges[at - 1]:
-            raise DecodeError(f"{path}[{at}]", edge, "must be sorted, each index once")
-        if edge >= request.num_collectives:
-            raise DecodeError(
-                f"{path}[{at}]",
-                edge,
-                f"there are only {request.num_collectives} collectives",
-            )
-        source: Candidate | FixedCollective = (
-            request.candidates[edge]
-            if edge < num_candidates
-            else request.fixed[edge - num_candidates]
-        )
-        if source.wait_order is None or source.wait_order >= launch_order:
-            raise DecodeError(
-                f"{path}[{at}]",
-                edge,
-                "the result it depends on must be waited for before the launch",
-            )
-
-
-def _validate_orders(request: Request, path: str) -> None:
-    """Launches and waits are numbered 0, 1, 2 ... without holes, in step with their gaps, candidates and fixed sorted."""
-    events: list[tuple[int, int, str, int]] = []
-    sequences: tuple[tuple[str, Sequence[Candidate | FixedCollective]], ...] = (
-        ("candidates", request.candidates),
-        ("fixed", request.fixed),
-    )
-    for name, collectives in sequences:
-        previous = -1
-        for index, collective in enumerate(collectives):
-            at = f"{path}.{name}"
-            if collective.launch_order <= previous:
-                raise DecodeError(
-                    f"{at}.launch_order[{index}]",
-                    collective.launch_order,
-                    f"{name} must be sorted by launch_order",
-                )
-            previous = collective.launch_order
-            events.append(
-                (
-                    collective.launch_order,
-                    collective.launch,
-                    f"{at}.launch_order",
-                    index,
-                )
-            )
-            if collective.wait_order is not None and collective.wait is not None:
-                if collective.wait_order <= collective.launch_order:
-                    raise DecodeError(
-                        f"{at}.wait_order[{index}]",
-                        collective.wait_order,
-                        "must come after launch_order",
-                    )
-                events.append(
-                    (collective.wait_order, collective.wait, f"{at}.wait_order", index)
-                )
-    events.sort()
-    gap = 0
-    for expected, (number, at_gap, field, index) in enumerate(events):
-        if number != expected:
-            raise DecodeError(
-                f"{field}[{index}]",
-                number,
-                f"orders must count 0, 1, 2 ...: {expected} expected",
-            )
-        if at_gap < gap:
-            raise DecodeError(
-                f"{field}[{index}]",
-                number,
-                f"stands at gap {at_gap}, after an event at gap {gap}",
-            )
-        gap = at_gap

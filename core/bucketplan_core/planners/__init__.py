@@ -25,14 +25,8 @@ def find_planner(version: str) -> Planner:
 
 
 def current_version(strategy: str) -> str:
-    """The newest version of `strategy`, as `Options.planner` wants it; raises `PlannerUnavailable` for an unknown one."""
-    versions = [
-        planner.version
-        for planner in PLANNERS
-        if planner.version.split("/", 1)[0] == strategy
-    ]
+    """The newest version of `strategy`, as `Options.planner` wants it; an unknown one raises `PlannerUnavailable`."""
+    versions = [planner.version for planner in PLANNERS if planner.version.split("/", 1)[0] == strategy]
     if not versions:
-        raise PlannerUnavailable(
-            f"{strategy}/1", [planner.version for planner in PLANNERS]
-        )
+        raise PlannerUnavailable(f"{strategy}/1", [planner.version for planner in PLANNERS])
     return versions[-1]

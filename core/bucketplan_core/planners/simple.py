@@ -15,18 +15,16 @@ __all__ = ["ModulePlanner", "NonePlanner", "SizePlanner", "fill_by_size"]
 
 
 def _placed(request: Request, buckets: Sequence[tuple[int, ...]]) -> Proposal:
-    place = (
-        place_scheduled if request.options.placement == "scheduled" else place_original
-    )
+    place = place_scheduled if request.options.placement == "scheduled" else place_original
     return Proposal(legalize(request, buckets, place))
 
 
 def fill_by_size(
     request: Request, members: Iterable[int], *, first_cap_bytes: int, cap_bytes: int
 ) -> list[tuple[int, ...]]:
-    """Cut `members` into runs of at most the cap (the first run: the first cap) that can be launched and waited for together.
+    """Cut `members` into runs of at most the cap that can be launched and waited for together.
 
-    Bytes are those of the unsharded tensors. A member above the cap stands alone.
+    The first run has a cap of its own. Bytes are those of the unsharded tensors. A member above the cap stands alone.
     """
     buckets: list[list[int]] = []
     size_bytes = earliest = latest = 0
@@ -35,11 +33,7 @@ def fill_by_size(
         cap = cap_bytes if len(buckets) > 1 else first_cap_bytes
         together_from = max(earliest, candidate.earliest_launch)
         together_to = min(latest, candidate.latest_launch, candidate.latest_wait)
-        if (
-            buckets
-            and size_bytes + candidate.full_bytes <= cap
-            and together_from <= together_to
-        ):
+        if buckets and size_bytes + candidate.full_bytes <= cap and together_from <= together_to:
             buckets[-1].append(member)
             size_bytes += candidate.full_bytes
             earliest, latest = together_from, together_to
@@ -58,9 +52,7 @@ class NonePlanner:
     uses_profile = False
 
     def propose(self, request: Request, profile: CostProfile) -> Proposal:
-        return _placed(
-            request, [(member,) for lane in request.lanes for member in lane.members]
-        )
+        return _placed(request, [(member,) for lane in request.lanes for member in lane.members])
 
 
 class SizePlanner:
@@ -93,9 +85,7 @@ class ModulePlanner:
     uses_profile = False
 
     def propose(self, request: Request, profile: CostProfile) -> Proposal:
-        if request.candidates and all(
-            candidate.scope is None for candidate in request.candidates
-        ):
+        if request.candidates and all(candidate.scope is None for candidate in request.candidates):
             raise PlanningError(
                 "strategy",
                 "module",
@@ -103,11 +93,7 @@ class ModulePlanner:
             )
         return _placed(
             request,
-            [
-                bucket
-                for lane in request.lanes
-                for bucket in self._of_lane(request, lane)
-            ],
+            [bucket for lane in request.lanes for bucket in self._of_lane(request, lane)],
         )
 
     def _of_lane(self, request: Request, lane: Lane) -> list[tuple[int, ...]]:
@@ -123,8 +109,6 @@ class ModulePlanner:
         fused = [
             bucket
             for members in scopes.values()
-            for bucket in fill_by_size(
-                request, members, first_cap_bytes=cap, cap_bytes=cap
-            )
+            for bucket in fill_by_size(request, members, first_cap_bytes=cap, cap_bytes=cap)
         ]
         return fused + alone
