@@ -1,0 +1,218 @@
+"""Test helpers for those who embed the client: a planning server in memory, with or without a socket.
+
+    server = InMemoryPlanServer()
+    with server.client() as client:          # no socket at all
+        plan = client.plan(request)
+    with server.listening() as address:      # the same behind HTTP on loopback
+        PlanClient(address)
+
+It plans with `bucketplan_core.make_plan`, so its plans are those of a real server. It keeps nothing on disk and checks
+no tokens: it is no server to train with.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from bucketplan_client.transport import PlanClient, content_digest
+from bucketplan_core.errors import BucketplanError, DecodeError, PlannerUnavailable, SchemaVersionError
+from bucketplan_core.plan import Plan
+from bucketplan_core.planning import make_plan
+from bucketplan_core.profile import CostProfile
+from bucketplan_core.request import Request
+from bucketplan_core.wire import WireValue, digest_of, pack, unpack
+
+__all__ = ["InMemoryPlanServer", "MemoryAnswer"]
+
+_MSGPACK = "application/msgpack"
+_PROBLEM = "application/problem+msgpack"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryAnswer:
+    """What the server answers: status, headers, body."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+@dataclass(kw_only=True)
+class InMemoryPlanServer:
+    """A planning server in memory; threads may share it.
+
+    `calls` lists what it was asked as ``"GET /v1/plans/..."``, `num_plannings` counts plans that it made. `available`
+    set to False makes it refuse connections. `num_busy` answers of 202 come before each new plan.
+    """
+
+    available: bool = True
+    num_busy: int = 0
+    num_plannings: int = 0
+    calls: list[str] = field(default_factory=list)
+    plans: dict[str, Plan] = field(default_factory=dict)
+    profiles: dict[str, bytes] = field(default_factory=dict)
+    _busy_left: dict[str, int] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def client(self, **options: Any) -> PlanClient:
+        """A client whose calls end in this object; `options` as for `PlanClient`."""
+        return PlanClient("http://in-memory", transport=self.transport(), **options)
+
+    def transport(self) -> httpx.BaseTransport:
+        """An httpx transport that ends in this object."""
+        return _MemoryTransport(self)
+
+    @contextmanager
+    def listening(self) -> Iterator[str]:
+        """Serve over HTTP on a free port of loopback; gives the address."""
+        httpd = _Listener(("127.0.0.1", 0), _Handler)
+        httpd.plan_server = self
+        thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{httpd.server_address[1]}"
+        finally:
+            httpd.shutdown()
+            thread.join()
+            httpd.server_close()
+
+    def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> MemoryAnswer:
+        """What the server says to one call."""
+        with self._lock:
+            self.calls.append(f"{method} {path}")
+            route = urlsplit(path).path
+            if route == "/v1/plans" and method == "POST":
+                return self._post_plan(body)
+            if route.startswith("/v1/plans/") and method == "GET":
+                return self._get_plan(route.removeprefix("/v1/plans/"))
+            if route in ("/healthz", "/readyz"):
+                return MemoryAnswer(200, {"Content-Type": _MSGPACK}, pack({"status": "ok"}))
+            return _problem(404, "not-found", f"{method} {path} is not served here")
+
+    def _get_plan(self, signature: str) -> MemoryAnswer:
+        plan = self.plans.get(signature)
+        if plan is None:
+            return _problem(404, "unknown-signature", f"no plan of {signature}")
+        return _plan_answer(200, plan)
+
+    def _post_plan(self, body: bytes) -> MemoryAnswer:
+        try:
+            request, profile = _read_post(body)
+        except SchemaVersionError as error:
+            return _problem(422, "schema-version", str(error), path=error.path)
+        except DecodeError as error:
+            return _problem(422, "invalid-body", str(error), path=error.path)
+        except _WrongName as error:
+            return _problem(422, "signature-mismatch", str(error))
+        signature = request.signature
+        known = self.plans.get(signature)
+        if known is not None:
+            return _plan_answer(200, known)
+        left = self._busy_left.setdefault(signature, self.num_busy)
+        if left:
+            self._busy_left[signature] = left - 1
+            return MemoryAnswer(202, {"Retry-After": "0", "Content-Type": _MSGPACK}, pack({"status": "planning"}))
+        try:
+            plan = make_plan(request, profile)
+        except PlannerUnavailable as error:
+            return _problem(422, "unknown-planner", str(error))
+        except BucketplanError as error:
+            return _problem(422, "cannot-plan", str(error))
+        self.num_plannings += 1
+        self.plans[signature] = plan
+        if profile is not None:
+            self.profiles[signature] = profile.encoded
+        return _plan_answer(201, plan)
+
+
+class _WrongName(Exception):
+    pass
+
+
+def _read_post(body: bytes) -> tuple[Request, CostProfile | None]:
+    tree = unpack(body)
+    if not isinstance(tree, dict) or sorted(tree) != ["profile", "request", "signature"]:
+        raise DecodeError(
+            "$", sorted(tree) if isinstance(tree, dict) else tree, "must hold profile, request, signature"
+        )
+    encoded, profile = tree["request"], tree["profile"]
+    if not isinstance(encoded, bytes):
+        raise DecodeError("request", encoded, "must be bytes")
+    if digest_of(encoded) != tree["signature"]:
+        raise _WrongName(f"the request hashes to {digest_of(encoded)}, but was sent as {tree['signature']}")
+    request = Request.decode(encoded)
+    if profile is None:
+        return request, None
+    if not isinstance(profile, bytes):
+        raise DecodeError("profile", profile, "must be bytes or null")
+    return request, CostProfile.decode(profile, request)
+
+
+def _plan_answer(status: int, plan: Plan) -> MemoryAnswer:
+    headers = {
+        "Content-Type": _MSGPACK,
+        "ETag": f'"{plan.digest}"',
+        "Cache-Control": "no-cache",
+        "Vary": "Accept, Bucketplan-Epoch",
+        "Bucketplan-Revision": "1",
+    }
+    return MemoryAnswer(status, headers, plan.encoded)
+
+
+def _problem(status: int, slug: str, detail: str, **extra: WireValue) -> MemoryAnswer:
+    body: dict[str, WireValue] = {
+        "type": f"urn:bucketplan:problem:{slug}",
+        "title": slug.replace("-", " "),
+        "status": status,
+        "detail": detail,
+        **extra,
+    }
+    return MemoryAnswer(status, {"Content-Type": _PROBLEM}, pack(body))
+
+
+class _MemoryTransport(httpx.BaseTransport):
+    def __init__(self, server: InMemoryPlanServer) -> None:
+        self._server = server
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        if not self._server.available:
+            raise httpx.ConnectError("the in-memory server is not available", request=request)
+        target = request.url.raw_path.decode("ascii")
+        answer = self._server.answer(request.method, target, request.headers, request.read())
+        return httpx.Response(answer.status, headers=dict(answer.headers), content=answer.body)
+
+
+class _Listener(ThreadingHTTPServer):
+    daemon_threads = True
+    plan_server: InMemoryPlanServer
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: _Listener
+
+    def _serve(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
+        answer = self.server.plan_server.answer(self.command, self.path, dict(self.headers), body)
+        self.send_response(answer.status)
+        for name, value in answer.headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(answer.body)))
+        self.send_header("Content-Digest", content_digest(answer.body))
+        self.end_headers()
+        self.wfile.write(answer.body)
+
+    do_GET = _serve  # noqa: N815  (the base class looks for this name)
+    do_POST = _serve  # noqa: N815
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  (the base class names it so)
+        """Say nothing: tests read what the client says."""

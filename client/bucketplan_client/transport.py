@@ -1,0 +1,531 @@
+"""`PlanClient`: how a rank talks to the planning server.
+
+One call has one total deadline. Inside it, what may pass is tried again with full jitter (refused and reset
+connections, cut and damaged bodies, 202 and 503 with `Retry-After`); what may not pass is raised at once. Every plan is
+verified before it is returned: its decision hashes to its digest and names the signature that was asked for.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeVar
+
+import httpx
+import tenacity
+
+from bucketplan_client.deadline_http import DeadlineTransport, deadline
+from bucketplan_client.errors import (
+    BadAddress,
+    CorruptAnswer,
+    DeadlineExceeded,
+    Problem,
+    ServerError,
+    ServerRefused,
+    ServerUnreachable,
+    Where,
+)
+from bucketplan_core.errors import DecodeError, SignatureMismatch
+from bucketplan_core.plan import Plan
+from bucketplan_core.profile import CostProfile
+from bucketplan_core.request import Request
+from bucketplan_core.wire import WireValue, from_json, pack, unpack
+
+__all__ = ["Answer", "PlanClient", "content_digest", "shared_client"]
+
+MSGPACK = "application/msgpack"
+JSON = "application/json"
+MAX_ANSWER_BYTES = 64 * 2**20
+"""More than a plan of 20,000 candidates with all overrides of an epoch; a larger body is a mistake or an attack."""
+DEFAULT_DEADLINE_S = 60.0
+CONNECT_TIMEOUT_S = 5.0
+READ_TIMEOUT_S = 10.0
+PLAN_TIMEOUT_S = 40.0
+"""One try to have a plan made may last longer than the 25 s that the server waits for planning, then answers 202."""
+_BACKOFF_FIRST_S = 0.1
+_BACKOFF_MOST_S = 5.0
+_MAX_DAMAGED_REQUESTS = 3
+"""Tries after which a 400 or 422 for bytes that we know to be canonical is the server's word, not the network's."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One successful answer: decoded `body` where there is one, and what its headers say."""
+
+    status: int
+    content: bytes
+    headers: Mapping[str, str]
+    num_tries: int = 1
+
+    @property
+    def body(self) -> WireValue:
+        """The document in the body; raises `DecodeError` when it is none."""
+        return _decode(self.content, self.headers)
+
+
+class _Again(Exception):
+    """One try failed in a way that another may cure; `final` is what to raise when there is no time for one."""
+
+    def __init__(
+        self,
+        final: Callable[[int, float], ServerError],
+        *,
+        retry_after_s: float = 0.0,
+        by_deadline: bool = False,
+    ) -> None:
+        self.final = final
+        self.retry_after_s = retry_after_s
+        self.by_deadline = by_deadline
+        super().__init__()
+
+
+@dataclass(kw_only=True)
+class _Call:
+    """State of one call over its tries."""
+
+    started: float
+    ends: float
+    num_tries: int = 0
+    num_damaged: int = 0
+    told: _Again | None = None
+    where: Where = field(default_factory=Where)
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.started
+
+
+class PlanClient:
+    """A client of one planning server; threads may share it.
+
+    `address` defaults to ``BUCKETPLAN_SERVER``, `token` to ``BUCKETPLAN_TOKEN``. `rank` and `job` only name the caller
+    in errors. `deadline_s` bounds a call, the other times one try of it. `transport` replaces the network (see
+    `bucketplan_client.testing`). Raises `BadAddress`; calls raise `ServerUnreachable`, `DeadlineExceeded`,
+    `ServerRefused` and `CorruptAnswer`, and nothing of httpx.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        token: str | None = None,
+        rank: int | None = None,
+        job: str | None = None,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        read_timeout_s: float = READ_TIMEOUT_S,
+        plan_timeout_s: float = PLAN_TIMEOUT_S,
+        ca_file: str | None = None,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        self.address = (address or os.environ.get("BUCKETPLAN_SERVER") or "").rstrip("/")
+        self.where = Where(rank=rank, job=job, server=self.address or None)
+        self.deadline_s = deadline_s
+        self._timeout_s = {"GET": read_timeout_s, "POST": plan_timeout_s}
+        _check_address(self.address)
+        secret = token if token is not None else os.environ.get("BUCKETPLAN_TOKEN")
+        headers = {"Accept": MSGPACK, "User-Agent": f"bucketplan/{_version()}"}
+        if secret:
+            headers["Authorization"] = f"Bearer {secret}"
+        secure = self.address.startswith("https:")
+        self._http = httpx.Client(
+            base_url=self.address,
+            headers=headers,
+            timeout=httpx.Timeout(plan_timeout_s, connect=connect_timeout_s),
+            transport=transport or DeadlineTransport(ssl_context=_ssl_context(ca_file) if secure else None),
+            trust_env=False,
+        )
+
+    def __enter__(self) -> PlanClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"PlanClient({self.address!r})"
+
+    def close(self) -> None:
+        """Close its connections."""
+        self._http.close()
+
+    def plan(
+        self,
+        request: Request,
+        profile: CostProfile | None = None,
+        *,
+        epoch: str | None = None,
+        deadline_s: float | None = None,
+    ) -> Plan:
+        """The server's plan of `request` under `epoch`, planned now if the server does not know it yet.
+
+        A known plan costs one small GET. `profile` is bound to the signature if it is the first to arrive.
+        """
+        ends = time.monotonic() + (self.deadline_s if deadline_s is None else deadline_s)
+        known = self.known_plan(request.signature, epoch=epoch, deadline_s=_until(ends))
+        return known if known is not None else self.post_plan(request, profile, epoch=epoch, deadline_s=_until(ends))
+
+    def known_plan(self, signature: str, *, epoch: str | None = None, deadline_s: float | None = None) -> Plan | None:
+        """The plan of `signature` under `epoch`, None when the server has none."""
+        try:
+            return self._send(
+                "GET",
+                f"/v1/plans/{signature}",
+                headers=_epoch_header(epoch),
+                read=lambda answer: _read_plan(answer, signature),
+                deadline_s=deadline_s,
+                signature=signature,
+            )
+        except ServerRefused as refused:
+            if refused.problem.slug in ("unknown-signature", "not-found") and refused.problem.status == 404:
+                return None
+            raise
+
+    def post_plan(
+        self,
+        request: Request,
+        profile: CostProfile | None = None,
+        *,
+        epoch: str | None = None,
+        deadline_s: float | None = None,
+    ) -> Plan:
+        """Send `request` with `profile` and return its plan, however often the server asks to come back for it."""
+        signature = request.signature
+        body = pack(
+            {
+                "profile": None if profile is None else profile.encoded,
+                "request": request.encoded,
+                "signature": signature,
+            }
+        )
+        return self._send(
+            "POST",
+            "/v1/plans",
+            body=body,
+            headers=_epoch_header(epoch),
+            read=lambda answer: _read_plan(answer, signature),
+            deadline_s=deadline_s,
+            signature=signature,
+        )
+
+    def get(
+        self,
+        path: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        deadline_s: float | None = None,
+        accept: str = MSGPACK,
+    ) -> Answer:
+        """GET `path`; the answer's body decodes, whatever the server sent."""
+        return self._send(
+            "GET", path, params=params, headers={"Accept": accept}, read=_read_document, deadline_s=deadline_s
+        )
+
+    def post(
+        self,
+        path: str,
+        body: WireValue,
+        *,
+        key: str | None = None,
+        deadline_s: float | None = None,
+        repeatable: bool = True,
+    ) -> Answer:
+        """POST `body`; with `repeatable` a try whose fate is unknown is made again.
+
+        `key` is sent as `Idempotency-Key`. `repeatable` is right where the server takes a repetition as the same call.
+        """
+        return self._send(
+            "POST",
+            path,
+            body=pack(body),
+            headers={} if key is None else {"Idempotency-Key": key},
+            read=_read_document,
+            deadline_s=deadline_s,
+            repeatable=repeatable,
+        )
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        *,
+        read: Callable[[Answer], T],
+        body: bytes | None = None,
+        params: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        deadline_s: float | None = None,
+        signature: str | None = None,
+        repeatable: bool = True,
+    ) -> T:
+        started = time.monotonic()
+        call = _Call(
+            started=started,
+            ends=started + (self.deadline_s if deadline_s is None else deadline_s),
+            where=self.where.at(signature=signature),
+        )
+        request = self._http.build_request(method, path, params=params, headers=dict(headers or {}), content=body)
+        if body is not None:
+            request.headers["Content-Type"] = MSGPACK
+            request.headers["Content-Digest"] = content_digest(body)
+
+        def attempt() -> T:
+            call.num_tries += 1
+            try:
+                return self._try(request, call, read, repeatable)
+            except _Again as again:
+                # A last try that our own deadline cuts short says less than the failure before it.
+                if call.told is None or not again.by_deadline:
+                    call.told = again
+                raise
+
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(_Again),
+            wait=_FullJitter(call),
+            stop=_NoTimeLeft(call),
+            reraise=True,
+        )
+        try:
+            return retrying(attempt)
+        except _Again as again:
+            told = call.told or again
+            raise told.final(call.num_tries, call.elapsed_s) from told.__cause__
+
+    def _try(self, request: httpx.Request, call: _Call, read: Callable[[Answer], T], repeatable: bool) -> T:
+        try_ends = min(call.ends, time.monotonic() + self._timeout_s[request.method])
+        try:
+            with deadline(try_ends):
+                response = self._http.send(request, stream=True)
+                try:
+                    content = _read_body(response, try_ends)
+                finally:
+                    response.close()
+        except httpx.HTTPError as error:
+            raise self._mapped(error, call, repeatable) from error
+        except httpx.InvalidURL as error:
+            raise BadAddress(self.address, str(error), where=call.where) from error
+        except httpx.StreamError as error:
+            raise _corrupt(call, f"the body could not be read: {error}") from error
+        answer = Answer(
+            status=response.status_code, content=content, headers=response.headers, num_tries=call.num_tries
+        )
+        if response.status_code in (200, 201):
+            try:
+                _check_content_digest(answer)
+                return read(answer)
+            except (DecodeError, SignatureMismatch) as error:
+                raise _corrupt(call, str(error)) from error
+        raise self._refusal(answer, call)
+
+    def _mapped(self, error: httpx.HTTPError, call: _Call, repeatable: bool) -> Exception:
+        """What an exception of httpx means: try again, or an error of ours."""
+        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        if isinstance(error, httpx.UnsupportedProtocol | httpx.LocalProtocolError | httpx.TooManyRedirects):
+            return BadAddress(self.address, said, where=call.where)
+        not_sent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
+        if isinstance(error, httpx.DecodingError):
+            return _corrupt(call, f"its compression is damaged: {error}")
+        unreachable = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+        final = _final(ServerUnreachable if unreachable else DeadlineExceeded, said, call.where)
+        if not repeatable and not not_sent:
+            return final(call.num_tries, call.elapsed_s)
+        by_deadline = isinstance(error, httpx.TimeoutException) and time.monotonic() >= call.ends
+        return _Again(final, by_deadline=by_deadline)
+
+    def _refusal(self, answer: Answer, call: _Call) -> Exception:
+        problem = _read_problem(answer)
+        status = answer.status
+        if status == 202:
+            return _Again(
+                _final(DeadlineExceeded, "the server is still planning", call.where),
+                retry_after_s=_retry_after_s(answer.headers, 1.0),
+            )
+        if status in (429, 502, 503, 504):
+            return _Again(
+                lambda num_tries, _: ServerRefused(problem, num_tries=num_tries, where=call.where),
+                retry_after_s=_retry_after_s(answer.headers, 0.0),
+            )
+        if status in (400, 408, 422) and problem.slug in ("", "invalid-body", "signature-mismatch"):
+            # What we sent was canonical and hashed to its name, so it was damaged on the way. Unless that repeats.
+            call.num_damaged += 1
+            if call.num_damaged < _MAX_DAMAGED_REQUESTS:
+                return _Again(lambda num_tries, _: ServerRefused(problem, num_tries=num_tries, where=call.where))
+        return ServerRefused(problem, num_tries=call.num_tries, where=call.where)
+
+
+_shared: dict[tuple[str, str | None], PlanClient] = {}
+_shared_lock = threading.Lock()
+
+
+def shared_client(address: str | None = None, *, token: str | None = None) -> PlanClient:
+    """The one client of this process for that server: making a client costs far more than a call through it."""
+    key = (address or os.environ.get("BUCKETPLAN_SERVER") or "", token)
+    with _shared_lock:
+        client = _shared.get(key)
+        if client is None:
+            client = _shared[key] = PlanClient(key[0], token=token)
+        return client
+
+
+class _FullJitter(tenacity.wait.wait_base):
+    """Uniform between 0 and a doubling bound, on top of what `Retry-After` says, and never past the deadline."""
+
+    def __init__(self, call: _Call) -> None:
+        self._call = call
+        self._jitter = tenacity.wait_random_exponential(multiplier=_BACKOFF_FIRST_S, max=_BACKOFF_MOST_S)
+
+    def __call__(self, retry_state: tenacity.RetryCallState) -> float:
+        left_s = self._call.ends - time.monotonic() - _asked_s(retry_state)
+        return _asked_s(retry_state) + max(0.0, min(self._jitter(retry_state), random.uniform(0, max(0.0, left_s))))
+
+
+class _NoTimeLeft(tenacity.stop.stop_base):
+    def __init__(self, call: _Call) -> None:
+        self._call = call
+
+    def __call__(self, retry_state: tenacity.RetryCallState) -> bool:
+        return time.monotonic() + _asked_s(retry_state) >= self._call.ends
+
+
+def _asked_s(retry_state: tenacity.RetryCallState) -> float:
+    error = retry_state.outcome.exception() if retry_state.outcome else None
+    return error.retry_after_s if isinstance(error, _Again) else 0.0
+
+
+def _final(
+    kind: type[DeadlineExceeded] | type[ServerUnreachable], reason: str, where: Where
+) -> Callable[[int, float], ServerError]:
+    return lambda num_tries, elapsed_s: kind(reason, num_tries=num_tries, elapsed_s=elapsed_s, where=where)
+
+
+def _corrupt(call: _Call, reason: str) -> _Again:
+    return _Again(lambda num_tries, _: CorruptAnswer(reason, num_tries=num_tries, where=call.where))
+
+
+def _until(ends: float) -> float:
+    return max(0.0, ends - time.monotonic())
+
+
+def _epoch_header(epoch: str | None) -> dict[str, str]:
+    return {} if epoch is None else {"Bucketplan-Epoch": epoch}
+
+
+def _read_body(response: httpx.Response, ends: float) -> bytes:
+    parts: list[bytes] = []
+    size_bytes = 0
+    for part in response.iter_bytes():
+        size_bytes += len(part)
+        if size_bytes > MAX_ANSWER_BYTES:
+            raise httpx.DecodingError(f"more than {MAX_ANSWER_BYTES} bytes")
+        if time.monotonic() > ends:
+            raise httpx.ReadTimeout("the deadline has passed")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _read_plan(answer: Answer, signature: str) -> Plan:
+    plan = Plan.decode(answer.content, expected_signature=signature)
+    tag = answer.headers.get("ETag")
+    if tag is not None and tag.removeprefix("W/").strip('"') != plan.digest:
+        raise SignatureMismatch(claimed=tag, actual=plan.digest, what="plan named by ETag")
+    return plan
+
+
+def _read_document(answer: Answer) -> Answer:
+    _decode(answer.content, answer.headers)
+    return answer
+
+
+def _decode(content: bytes, headers: Mapping[str, str]) -> WireValue:
+    kind = _media_type(headers)
+    if kind.endswith("msgpack"):
+        return unpack(content)
+    if kind.endswith("json"):
+        return from_json(content)
+    raise DecodeError("$", kind, "the answer is neither MessagePack nor JSON")
+
+
+def _media_type(headers: Mapping[str, str]) -> str:
+    return headers.get("Content-Type", "").partition(";")[0].strip().lower()
+
+
+def _read_problem(answer: Answer) -> Problem:
+    """The problem in an answer, or one made from its status when a proxy wrote the body."""
+    try:
+        body = _decode(answer.content, answer.headers)
+    except DecodeError:
+        body = None
+    fields: dict[str, Any] = dict(body) if isinstance(body, Mapping) else {}
+    known = {key: fields.pop(key, None) for key in ("type", "title", "status", "detail")}
+    return Problem(
+        type=str(known["type"] or "about:blank"),
+        title=str(known["title"] or f"HTTP status {answer.status}"),
+        status=answer.status,
+        detail=str(known["detail"] or ""),
+        extra=fields,
+    )
+
+
+def _retry_after_s(headers: Mapping[str, str], default: float) -> float:
+    """Seconds that `Retry-After` asks for (RFC 9110, section 10.2.3: a number of seconds or a date)."""
+    text = headers.get("Retry-After", "").strip()
+    if not text:
+        return default
+    if text.isascii() and text.isdigit():
+        return float(text)
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return default
+
+
+def content_digest(body: bytes) -> str:
+    """RFC 9530 `Content-Digest`: a body that was changed on the way is told from one that was sent wrongly."""
+    return f"sha-256=:{base64.b64encode(hashlib.sha256(body).digest()).decode('ascii')}:"
+
+
+def _check_content_digest(answer: Answer) -> None:
+    claimed = answer.headers.get("Content-Digest")
+    if claimed is None or not claimed.startswith("sha-256=") or "Content-Encoding" in answer.headers:
+        return
+    actual = content_digest(answer.content)
+    if claimed.strip() != actual:
+        raise SignatureMismatch(claimed=claimed, actual=actual, what="body named by Content-Digest")
+
+
+def _check_address(address: str) -> None:
+    if not address:
+        raise BadAddress(address, "no address was given")
+    try:
+        url = httpx.URL(address)
+        if "[" in address and "]" not in address:
+            raise httpx.InvalidURL("the bracket of an IPv6 address is not closed")
+    except (httpx.InvalidURL, TypeError) as error:
+        raise BadAddress(address, str(error)) from error
+    if url.scheme not in ("http", "https"):
+        raise BadAddress(address, "the scheme must be http or https")
+    if not url.host:
+        raise BadAddress(address, "it names no host")
+
+
+def _ssl_context(ca_file: str | None) -> Any:
+    import ssl
+
+    return ssl.create_default_context(cafile=ca_file or os.environ.get("BUCKETPLAN_CA_FILE"))
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("bucketplan")
+    except PackageNotFoundError:
+        return "unknown"
