@@ -1,1 +1,56 @@
-"""The fleet side of bucketplan: capture, transport, agreement and rewriting of fx graphs."""
+"""The fleet side of bucketplan: capture, transport, agreement and rewriting of fx graphs.
+
+Importing this package costs next to nothing beside torch; each name is loaded from its module when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bucketplan_client.capture.describe import Description, describe_graph
+    from bucketplan_client.errors import ClientError
+    from bucketplan_client.passes import FsdpBucketingPass
+    from bucketplan_client.rewrite.apply import apply_ag_buckets, apply_plan, apply_rs_buckets
+    from bucketplan_client.scopes import ModuleScope, build_module_bucket_plans
+    from bucketplan_client.transport import PlanClient
+
+_HOMES = {
+    "ClientError": "errors",
+    "Description": "capture.describe",
+    "FsdpBucketingPass": "passes",
+    "ModuleScope": "scopes",
+    "PlanClient": "transport",
+    "apply_ag_buckets": "rewrite.apply",
+    "apply_plan": "rewrite.apply",
+    "apply_rs_buckets": "rewrite.apply",
+    "build_module_bucket_plans": "scopes",
+    "describe_graph": "capture.describe",
+}
+
+__all__ = [
+    "ClientError",
+    "Description",
+    "FsdpBucketingPass",
+    "ModuleScope",
+    "PlanClient",
+    "apply_ag_buckets",
+    "apply_plan",
+    "apply_rs_buckets",
+    "build_module_bucket_plans",
+    "describe_graph",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
