@@ -37,9 +37,9 @@ def _kind(recorded: str, backward: bool) -> str:
 def load_graph(name: str, options: Options = SIZE_OPTIONS) -> tuple[Request, CostProfile]:
     """The request and cost profile of one recorded graph.
 
-    The files hold neither orders inside a gap nor edges: launches and waits are numbered by gap, candidates in file order
-    with each wait right behind its launch, and a collective depends on another of a different lane whose result is first
-    used at its launch and that is ready no earlier than that.
+    The files hold neither orders inside a gap nor edges: launches and waits are numbered by gap, candidates in file
+    order with each wait right behind its launch, and a collective depends on another of a different lane whose
+    result is first used at its launch and that is ready no earlier than that.
     """
     data = _read(name)
     columns, others, segments = data["candidates"], data["other_collectives"], data["segments"]
@@ -119,9 +119,7 @@ def load_graph(name: str, options: Options = SIZE_OPTIONS) -> tuple[Request, Cos
     ]
     request = Request.build(
         num_segments=num_segments,
-        groups=[
-            Group(role=g["role"], size=g["size"], nodes=g["nodes_of_8"], strides=()) for g in data["groups"]
-        ],
+        groups=[Group(role=g["role"], size=g["size"], nodes=g["nodes_of_8"], strides=()) for g in data["groups"]],
         candidates=candidates,
         fixed=fixed_collectives,
         options=options,
@@ -149,7 +147,9 @@ def _int(value: object) -> int:
 
 
 def _edges(columns: dict[str, list[Any]], num_candidates: int) -> dict[int, list[int]]:
-    """Gradient all-reduces feed the reduce-scatter of the same tensor, launched right where their result is first used."""
+    """Gradient all-reduces feed the reduce-scatter of the same tensor, launched right where their result is first
+    used.
+    """
     by_launch: dict[int, list[int]] = {}
     for i in range(num_candidates):
         if columns["kind"][i] == "reduce_scatter":

@@ -1,0 +1,68 @@
+"""Names for people and for identity: parameters and the modules that they belong to, equal on every rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from bucketplan_client.capture.binding import CandidateNodes
+from bucketplan_client.capture.recognize import Recognised
+
+__all__ = ["module_fqns_of", "parameter_name"]
+
+_MODULE_PREFIX = re.compile(r"^L?\[?'?self'?\]?\.?")
+_INDEXING = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
+
+
+def parameter_name(entry: Recognised) -> str | None:
+    """The parameter's path from an annotation or from the tracer's description of the input, else the input's name."""
+    annotated = entry.collective.node.meta.get("param_name")
+    if isinstance(annotated, str):
+        return annotated
+    if entry.source is None:
+        return None
+    described = entry.source.meta.get("desc")
+    target = getattr(described, "target", None)
+    return target if isinstance(target, str) else str(entry.source.target)
+
+
+def module_fqns_of(entry: Recognised, nodes: CandidateNodes, name: str | None) -> tuple[str, ...]:
+    """Module paths that the collective belongs to: annotation, module stack of its neighbours, or the parameter's
+    parent.
+    """
+    neighbours = (entry.collective.node, entry.wait, *nodes.result, *nodes.prep)
+    for node in neighbours:
+        found = _annotated(node) or _from_stack(node)
+        if found is not None:
+            return (found,)
+    users = [user for node in (entry.wait, *nodes.result) for user in node.users]
+    producers = [source for node in (*nodes.prep, entry.collective.node) for source in node.all_input_nodes]
+    for node in (*users, *producers):
+        found = _annotated(node) or _from_stack(node)
+        if found is not None:
+            return (found,)
+    annotated = isinstance(entry.collective.node.meta.get("param_name"), str)
+    if annotated and name is not None and "." in name:
+        return (name.rsplit(".", 1)[0],)
+    return ()
+
+
+def _annotated(node: fx.Node) -> str | None:
+    custom = node.meta.get("custom")
+    found = custom.get("module_fqn") if isinstance(custom, Mapping) else None
+    return found if isinstance(found, str) else None
+
+
+def _from_stack(node: fx.Node) -> str | None:
+    stack: Any = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not isinstance(stack, Mapping) or not stack:
+        return None
+    last = list(stack.values())[-1]
+    path = last[0] if isinstance(last, tuple | list) and last else last
+    if not isinstance(path, str):
+        return None
+    plain = _INDEXING.sub(r".\1", _MODULE_PREFIX.sub("", path, count=1))
+    return plain.strip(".") or None

@@ -1,0 +1,24 @@
+"""What a rewrite refuses."""
+
+from __future__ import annotations
+
+from bucketplan_core.errors import BucketplanError
+
+__all__ = ["RewriteError", "StalePlan"]
+
+
+class StalePlan(BucketplanError):
+    """The live graph is not the one that was described: `change` says what differs. Nothing was touched."""
+
+    def __init__(self, change: str) -> None:
+        self.change = change
+        super().__init__(f"the graph changed since it was described ({change}); describe it again and ask for its plan")
+
+
+class RewriteError(BucketplanError):
+    """The rewrite failed and was taken back; `node` names where the graph would have become invalid."""
+
+    def __init__(self, node: str, reason: str) -> None:
+        self.node = node
+        self.reason = reason
+        super().__init__(f"rewrite undone at node {node!r}: {reason}")
