@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from bucketplan_core.collectives import (
+    DTYPE_BYTES,
     PHASES,
     Candidate,
     FixedCollective,
@@ -189,14 +190,17 @@ class Request:
         at = candidate.first_use if candidate.is_gather else candidate.earliest_launch
         return (at, candidate.launch_order)
 
-    def payload_position(self, index: int) -> tuple[int, int, int, int]:
+    def payload_position(self, index: int) -> tuple[int, int, int, int, int]:
         """Sort key of payload order: parameters in registration order, nameless ones last, in lane order.
 
-        Byte offsets decide how a ring reduces bf16, so the order is part of the plan (torchtitan#3590).
+        Byte offsets decide how a ring reduces bf16, so the order is part of the plan (torchtitan#3590). In a lane of
+        mixed dtypes wide types come first: then every member starts at a multiple of its element size.
         """
         candidate = self.candidates[index]
+        width = -DTYPE_BYTES[candidate.dtype] if self.options.mixed_dtype and candidate.is_gather else 0
         rank = candidate.ordinal if candidate.ordinal is not None else candidate.state_idx
-        return (0, rank, *self.lane_position(index)) if rank is not None else (1, 0, *self.lane_position(index))
+        unnamed, known = (0, rank) if rank is not None else (1, 0)
+        return (width, unnamed, known, *self.lane_position(index))
 
     def __repr__(self) -> str:
         return (
