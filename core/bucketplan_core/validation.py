@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import prod
 from operator import gt, le, lt
 from typing import TYPE_CHECKING
 
-from bucketplan_core.collectives import Candidate, FixedCollective, Group
+from bucketplan_core.collectives import DTYPE_BYTES, Candidate, FixedCollective, Group
 from bucketplan_core.errors import DecodeError
 
 if TYPE_CHECKING:
@@ -28,13 +29,13 @@ def validate_request(request: Request, path: str) -> None:
             raise DecodeError(
                 f"{path}.groups[{index}].role", group.role, "groups must be sorted by role, each role once"
             )
-    _validate_orders(request, path)
     roles = frozenset(group.role for group in request.groups)
     scopes_allowed = request.options.strategy == "module"
     for index, candidate in enumerate(request.candidates):
         _validate_candidate(candidate, index, roles, scopes_allowed, f"{path}.candidates")
     for index, fixed in enumerate(request.fixed):
         _validate_fixed(fixed, index, roles, f"{path}.fixed")
+    _validate_orders(request, path)
     _validate_edges(request, path)
 
 
@@ -72,16 +73,17 @@ def _validate_candidate(c: Candidate, index: int, roles: frozenset[str], scopes_
     is_gather = c.is_gather
     if (c.reduce_op is None) != is_gather:
         raise _wrong(c, "reduce_op", index, path, "is required for reductions and must be null for gathers")
+    num_in, num_out = prod(c.input_shape), prod(c.output_shape)
     if is_gather:
-        fits = c.input_numel * c.group_size == c.output_numel
+        fits = num_in * c.group_size == num_out
     elif c.kind == "fsdp_reduce_scatter":
-        fits = c.input_numel == c.output_numel * c.group_size
+        fits = num_in == num_out * c.group_size
     else:
-        fits = c.input_numel == c.output_numel
+        fits = num_in == num_out
     if not fits:
         reason = f"does not fit input_shape {c.input_shape} at group_size {c.group_size}"
         raise _wrong(c, "output_shape", index, path, reason)
-    if c.full_bytes > _MAX_TENSOR_BYTES:
+    if (num_out if is_gather else num_in) * DTYPE_BYTES[c.dtype] > _MAX_TENSOR_BYTES:
         field = "output_shape" if is_gather else "input_shape"
         raise _wrong(c, field, index, path, "tensor is larger than 2**55 bytes")
     if c.scope is not None and not scopes_allowed:

@@ -229,7 +229,8 @@ def _spells_large_integer(text: str) -> bool:
     return (
         _FEWEST_LARGE_CHARACTERS <= len(text) <= _INT_CHARACTERS
         and _INTEGER.match(text) is not None
-        and MAX_SAFE_JSON_INT < abs(int(text)) <= MAX_INT
+        and abs(int(text)) > MAX_SAFE_JSON_INT
+        and MIN_INT <= int(text) <= MAX_INT
     )
 
 
