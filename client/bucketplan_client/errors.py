@@ -333,19 +333,14 @@ class RankFailed(AgreementError):
 class RanksMissing(AgreementError):
     """Nothing was heard of `missing` within the deadline."""
 
-    def __init__(
-        self, *, role: str, missing: Sequence[int], what: str, elapsed_s: float, where: Where = _NOWHERE
-    ) -> None:
+    def __init__(self, *, role: str, missing: Sequence[int], what: str, where: Where = _NOWHERE) -> None:
         self.role = role
         self.missing = tuple(missing)
         self.what = what
-        self.elapsed_s = elapsed_s
         super().__init__(
-            f"{what}: {describe_ranks(self.missing)} of {role!r} did not arrive in {elapsed_s:.1f} s",
+            f"{what} in {role!r}: nothing came from {describe_ranks(self.missing)} within the deadline",
             where=where,
-            remedy=f"Look at the log of rank {self.missing[0]}: it died, hangs, or never came here"
-            if self.missing
-            else "Raise the deadline",
+            remedy=f"Look at the log of rank {self.missing[0]}: it died, hangs, or never came here",
         )
 
 

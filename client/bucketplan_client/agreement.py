@@ -1,0 +1,242 @@
+"""Agreement of passes that all ranks run in lockstep: before a rewrite, the ranks of each group compare what they hold.
+
+Every rank either goes on knowing that each of its groups holds one plan, or raises what all ranks of that group raise.
+A rank that failed takes part with its failure: a rank that stays away would leave the others waiting.
+
+A rank usually stands in several groups (dense and expert parameters, rows and columns of a mesh). The groups are
+compared from the smallest to the largest and then back again, and who learned of a failure in one group reports it in
+the next. On a mesh that reaches every rank that shares a group with the failed one, directly or through another rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bucketplan_client.errors import AgreementError, RankFailed, RanksDisagree, RanksMissing, Where
+from bucketplan_client.protocol import Exchange, GetMany, Now, Protocol, Put, PutOnce, Wait, exchange
+from bucketplan_client.store import JobStore, drive
+from bucketplan_core.errors import BucketplanError
+from bucketplan_core.request import Request
+from bucketplan_core.wire import WireValue, digest_of, pack, unpack
+
+__all__ = ["GroupView", "Lockstep", "Report", "agree"]
+
+DEFAULT_DEADLINE_S = 120.0
+"""Ranks that run a pass in lockstep arrive within seconds; two minutes cover a host that is paging."""
+_GRACE_S = 5.0
+_DIFFERENCE_S = 10.0
+_LONGEST_REASON = 2_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupView:
+    """What one rank holds of one of its groups: role, member ranks in group order, digest of what they will issue."""
+
+    role: str
+    members: tuple[int, ...]
+    digest: str | None = None
+
+    @property
+    def key(self) -> str:
+        """Name of the group instance in the store; groups of one role have different members."""
+        return digest_of(pack(list(self.members)))[:16]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What one rank brings to a comparison.
+
+    `failure` is why it has no plan; `request` is read only if descriptions have to be compared field by field.
+    """
+
+    rank: int
+    groups: tuple[GroupView, ...]
+    signature: str | None = None
+    failure: str | None = None
+    request: Callable[[], bytes] | None = None
+
+
+class Lockstep:
+    """Comparisons of one pass, counted: its n-th call on one rank meets the n-th call on the others."""
+
+    _instances = itertools.count()
+
+    def __init__(
+        self,
+        store: JobStore,
+        *,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        where: Where | None = None,
+        name: str | None = None,
+    ) -> None:
+        self._store = store.scoped(f"lockstep/{name if name is not None else next(self._instances)}")
+        self._deadline_s = deadline_s
+        self._where = where or store.where
+        self._calls = itertools.count()
+
+    def agree(self, report: Report) -> None:
+        """Return once every group of `report` holds one plan; else raise `AgreementError`, alike on all its ranks."""
+        until = time.monotonic() + self._deadline_s
+        drive(agree(report, key=str(next(self._calls)), until=until, where=self._where), self._store)
+
+
+def agree(report: Report, *, key: str, until: float, where: Where, grace_s: float = _GRACE_S) -> Protocol[None]:
+    """The protocol of `Lockstep.agree`: ends by `until` and a few grace periods for each group."""
+    groups = sorted(
+        (group for group in report.groups if len(group.members) > 1), key=lambda g: (len(g.members), g.members)
+    )
+    order = [("up", group) for group in groups] + [("down", group) for group in groups[-2::-1]]
+    found: dict[str, WireValue] | None = None
+    for number, (phase, group) in enumerate(order):
+        carried = report if found is None else replace(report, failure=_told(found, where))
+        verdict = yield from _compare(
+            carried, group, key=f"{key}/{phase}/{group.key}", until=until + 2 * number * grace_s, grace_s=grace_s
+        )
+        if found is None and verdict["kind"] != "agreed":
+            found = verdict
+    if found is not None:
+        raise _error(found, where)
+    if report.failure is not None and not groups:
+        raise RankFailed(role="", failures={report.rank: report.failure}, where=where)
+
+
+def _compare(
+    report: Report, group: GroupView, *, key: str, until: float, grace_s: float
+) -> Protocol[dict[str, WireValue]]:
+    payload: dict[str, WireValue] = {
+        "digest": group.digest,
+        "failure": None if report.failure is None else report.failure[:_LONGEST_REASON],
+        "members": list(group.members),
+        "signature": report.signature,
+    }
+    standing = yield from exchange(
+        Exchange(
+            key=key,
+            rank=report.rank,
+            members=group.members,
+            payload=pack(payload),
+            judge=lambda payloads: pack(_judge(group, payloads)),
+            absent=lambda ranks: pack({"kind": "missing", "role": group.role, "ranks": list(ranks)}),
+            until=until,
+            grace_s=grace_s,
+        )
+    )
+    verdict = _read(standing)
+    if verdict["kind"] == "disagree" and verdict["send"]:
+        verdict["difference"] = yield from _difference(report, group, verdict, key)
+    return verdict
+
+
+def _judge(group: GroupView, payloads: Mapping[int, bytes]) -> dict[str, WireValue]:
+    """What the collector finds: failures first, since a rank that failed has no plan to disagree with."""
+    reports = {rank: _read(payload) for rank, payload in payloads.items()}
+    failures: dict[str, WireValue] = {
+        str(rank): str(found["failure"]) for rank, found in reports.items() if found["failure"] is not None
+    }
+    if failures:
+        return {"kind": "failed", "role": group.role, "failures": failures}
+    for what in ("members", "digest"):
+        holders: dict[str, list[int]] = {}
+        for rank, found in reports.items():
+            value = found[what]
+            shown = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            holders.setdefault(shown, []).append(rank)
+        if len(holders) > 1:
+            sides = sorted(holders.values(), key=lambda ranks: (-len(ranks), ranks))
+            one, other = sides[0][0], sides[1][0]
+            differ = reports[one]["signature"] != reports[other]["signature"]
+            return {
+                "kind": "disagree",
+                "role": group.role,
+                "what": "member list" if what == "members" else "plan",
+                "holders": {value: list(ranks) for value, ranks in holders.items()},
+                "send": [one, other] if differ else [],
+                "difference": None if differ else _same_graph(reports[one]["signature"]),
+            }
+    return {"kind": "agreed"}
+
+
+def _same_graph(signature: WireValue) -> str | None:
+    if signature is None:
+        return None
+    return f"nothing in their descriptions (both {str(signature)[:12]}): they were given different plans for one graph"
+
+
+def _difference(report: Report, group: GroupView, verdict: dict[str, WireValue], key: str) -> Protocol[str | None]:
+    """Where the descriptions of one rank of each side first differ; None when they could not be had in time."""
+    send = verdict["send"]
+    assert isinstance(send, list)
+    sides = tuple(f"{key}/description/{rank}" for rank in send)
+    answer = f"{key}/difference"
+    now: float = yield Now()
+    if report.rank in send and report.request is not None:
+        yield Put(f"{key}/description/{report.rank}", zlib.compress(report.request()))
+    if report.rank == group.members[0]:
+        missing = yield Wait(sides, now + _DIFFERENCE_S)
+        text = ""
+        if not missing:
+            one, other = yield GetMany(sides)
+            text = describe_difference(
+                zlib.decompress(one), zlib.decompress(other), int(str(send[0])), int(str(send[1]))
+            )
+        standing: bytes = yield PutOnce(answer, text.encode())
+    else:
+        missing = yield Wait((answer,), now + 2 * _DIFFERENCE_S)
+        if missing:
+            return None
+        (standing,) = yield GetMany((answer,))
+    return standing.decode() or None
+
+
+def describe_difference(one: bytes, other: bytes, rank: int, other_rank: int) -> str:
+    """The first field in which two encoded requests differ, with both values, in words."""
+    try:
+        first = _first_difference(Request.decode(one).to_wire(), Request.decode(other).to_wire(), "")
+    except BucketplanError as error:
+        return f"a description that cannot be read: {error}"
+    if first is None:
+        return ""
+    path, mine, theirs = first
+    return f"{path.lstrip('.')} ({mine!r} on rank {rank}, {theirs!r} on rank {other_rank})"
+
+
+def _first_difference(one: Any, other: Any, path: str) -> tuple[str, Any, Any] | None:
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in sorted({*one, *other}):
+            found = _first_difference(one.get(key), other.get(key), f"{path}.{key}")
+            if found is not None:
+                return found
+        return None
+    if isinstance(one, list) and isinstance(other, list):
+        for index, (mine, theirs) in enumerate(zip(one, other, strict=False)):
+            found = _first_difference(mine, theirs, f"{path}[{index}]")
+            if found is not None:
+                return found
+        return (path, f"{len(one)} entries", f"{len(other)} entries") if len(one) != len(other) else None
+    return None if one == other else (path, one, other)
+
+
+def _read(data: bytes) -> dict[str, WireValue]:
+    tree = unpack(data)
+    assert isinstance(tree, dict)
+    return tree
+
+
+def _told(found: Mapping[str, WireValue], where: Where) -> str:
+    return _error(found, where).message
+
+
+def _error(found: Mapping[str, Any], where: Where) -> AgreementError:
+    role = str(found.get("role", ""))
+    if found["kind"] == "missing":
+        return RanksMissing(role=role, missing=found["ranks"], what="comparison of plans", where=where)
+    if found["kind"] == "failed":
+        return RankFailed(role=role, failures={int(r): text for r, text in found["failures"].items()}, where=where)
+    return RanksDisagree(
+        role=role, what=found["what"], holders=found["holders"], difference=found["difference"], where=where
+    )

@@ -1,0 +1,95 @@
+"""The job's store on every kind of store that torch has."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch.distributed as dist
+
+from bucketplan_client.errors import StoreFailed, Where
+from bucketplan_client.store import JobStore
+
+
+def tcp_store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture(params=["hash", "file", "tcp"])
+def base(request, tmp_path):
+    if request.param == "hash":
+        return dist.HashStore()
+    return dist.FileStore(str(tmp_path / "store"), -1) if request.param == "file" else tcp_store()
+
+
+class TestValues:
+    @pytest.mark.parametrize("value", [b"", b"\xff\x00\x01", b"text", b"#1:looks like a chunk"])
+    def test_comes_back_as_it_was(self, base, value):
+        store = JobStore(base, prefix="p")
+        store.put("key", value)
+        assert store.get("key") == value
+        assert store.get_many(["key"]) == [value]
+
+    def test_above_what_a_store_takes_at_once_comes_back(self, base):
+        store = JobStore(base, prefix="p")
+        value = bytes(range(256)) * (10 * 2**12) + b"end"
+        assert store.put_once("key", value) == value
+        assert store.put_once("key", b"other") == value
+        assert store.get("key") == value
+
+    def test_that_is_not_there_is_none_at_once(self, base):
+        assert JobStore(base, prefix="p").get("key") is None
+
+    def test_first_writer_wins(self, base):
+        store = JobStore(base, prefix="p")
+        assert store.put_once("key", b"first") == b"first"
+        assert store.put_once("key", b"second") == b"first"
+
+    def test_parts_are_apart(self, base):
+        store = JobStore(base, prefix="p")
+        store.scoped("a").put("key", b"a")
+        assert store.scoped("b").get("key") is None
+        assert store.separate().scoped("a").get("key") == b"a"
+
+
+class TestWait:
+    def test_returns_nothing_missing_when_all_are_there(self, base):
+        store = JobStore(base, prefix="p")
+        store.put("a", b"1")
+        store.put("b", b"2")
+        assert store.wait(["a", "b"], time.monotonic() + 10) == ()
+
+    def test_names_what_is_missing_at_the_deadline(self, base):
+        store = JobStore(base, prefix="p")
+        store.put("a", b"1")
+        assert store.wait(["a", "b", "c"], time.monotonic() + 0.1) == ("b", "c")
+
+    def test_past_deadline_still_looks_once(self, base):
+        store = JobStore(base, prefix="p")
+        store.put("a", b"1")
+        assert store.wait(["a"], time.monotonic() - 1) == ()
+
+
+_HOST = """
+import sys, time, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+def test_killed_store_is_a_typed_error_not_a_hang():
+    with subprocess.Popen([sys.executable, "-c", _HOST], stdout=subprocess.PIPE, text=True) as host:
+        assert host.stdout is not None
+        port = int(host.stdout.readline())
+        base = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        store = JobStore(base, prefix="p", where=Where(rank=4, job="llama"))
+        store.put("a", b"1")
+        host.kill()
+    with pytest.raises(StoreFailed) as caught:
+        store.wait(["b"], time.monotonic() + 30)
+    assert caught.value.where.rank == 4
+    with pytest.raises(StoreFailed):
+        store.put("a", b"2")
