@@ -375,7 +375,7 @@ def test_columns_name_exactly_the_fields_of_their_rows() -> None:
 
 
 @given(requests())
-@settings(max_examples=count(test=150, soak=10_000))
+@settings(max_examples=count(test=60, soak=10_000))
 def test_a_request_reads_back_from_messagepack_and_from_json(request: Request) -> None:
     decoded = Request.decode(request.encoded)
     assert decoded == request
@@ -384,7 +384,7 @@ def test_a_request_reads_back_from_messagepack_and_from_json(request: Request) -
 
 
 @given(st.data())
-@settings(max_examples=count(test=60, soak=2_000))
+@settings(max_examples=count(test=30, soak=2_000))
 def test_rows_read_at_once_equal_rows_built_one_by_one(data: st.DataObject) -> None:
     request = data.draw(requests(min_candidates=1))
     for candidate in Request.decode(request.encoded).candidates:
