@@ -13,6 +13,7 @@ from bucketplan_client.capture.costs import cost_profile
 from bucketplan_client.capture.groups import GroupRoles
 from bucketplan_client.capture.names import module_fqns_of, parameter_name
 from bucketplan_client.capture.parse import Collective, is_wait, parse_collective
+from bucketplan_client.capture.pause import collector_paused
 from bucketplan_client.capture.recognize import Recognised, is_backward_node, recognise
 from bucketplan_client.capture.storage import StorageMap
 from bucketplan_client.capture.timeline import Timeline, own_nodes
@@ -62,6 +63,11 @@ def describe_graph(
         "exclude": tuple(exclude),
         "compute_ops": frozenset(compute_ops),
     }
+    with collector_paused():
+        return _describe(gm, arguments)
+
+
+def _describe(gm: fx.GraphModule, arguments: Mapping[str, Any]) -> Description:
     nodes = list(gm.graph.nodes)
     output = nodes[-1]
     storage = StorageMap(nodes, arguments["compute_ops"])
@@ -70,7 +76,7 @@ def describe_graph(
         collectives,
         storage,
         output,
-        backward_phase=phase == "backward",
+        backward_phase=arguments["phase"] == "backward",
         compute_ops=arguments["compute_ops"],
     )
     groups = GroupRoles(collectives, arguments["roles"])

@@ -15,6 +15,7 @@ from torch import fx
 
 from bucketplan_client.capture.binding import Description
 from bucketplan_client.capture.describe import describe_graph
+from bucketplan_client.capture.pause import collector_paused
 from bucketplan_client.rewrite.emit import BucketEmitter, Member
 from bucketplan_client.rewrite.errors import RewriteError, StalePlan
 from bucketplan_client.rewrite.fakes import FakeValues
@@ -77,13 +78,14 @@ def apply_plan(
     check_decision(description.request, plan.decision)
     applied_kinds = frozenset(KINDS if kinds is None else kinds)
     journal = Journal(graph, binding.snapshot)
-    try:
-        _Rewrite(description, plan.decision, applied_kinds, journal).run()
-        _check_order(journal)
-    except BaseException:
-        journal.roll_back()
-        raise
-    journal.commit()
+    with collector_paused():
+        try:
+            _Rewrite(description, plan.decision, applied_kinds, journal).run()
+            _check_order(journal)
+        except BaseException:
+            journal.roll_back()
+            raise
+        journal.commit()
     statistics = _statistics(description.request, plan.decision, applied_kinds)
     binding.module.meta.update(statistics)
     if recompile and (journal.created or journal.moved):
@@ -111,6 +113,7 @@ class _Rewrite:
             wanted = [(op, bucket) for op, bucket in steps if self._applies(bucket)]
             if wanted and not self._is_original(wanted, original.get(anchor, ())):
                 self._emit(anchor, wanted)
+        self._journal.redirect()
         if self._renamed:
             self._rename_gather_references()
 

@@ -11,7 +11,7 @@ reduced members are views of the bucket.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -268,13 +268,12 @@ class BucketEmitter:
         )
         split, pieces = self._split(rows, columns, 1)
         outputs = []
-        for index, member in enumerate(self._members):
-            piece = self._item(split, index, pieces)
+        for member, width, piece in zip(self._members, columns, self._items(split, pieces), strict=True):
             copied = self._create(
                 aten.clone.default,
                 (piece,),
                 {"memory_format": torch.contiguous_format},
-                meta=empty((ranks, columns[index]), self._dtype) if self._fakes.enabled else None,
+                meta=empty((ranks, width), self._dtype) if self._fakes.enabled else None,
                 fsdp_bucket_copy_out=self._bucket.id,
             )
             if self._as_bytes and member.nodes.dtype is not torch.uint8:
@@ -290,18 +289,23 @@ class BucketEmitter:
         wait = self._wait_node
         assert wait is not None
         split, pieces = self._split(wait, [member.candidate.output_numel for member in self._members], 0)
-        return [self._output(self._item(split, index, pieces), member) for index, member in enumerate(self._members)]
+        return [
+            self._output(item, member) for item, member in zip(self._items(split, pieces), self._members, strict=True)
+        ]
 
     def _split(self, source: fx.Node, sizes: list[int], dim: int) -> tuple[fx.Node, Sequence[torch.Tensor]]:
         node = self._create(aten.split_with_sizes.default, (source, sizes, dim))
-        if not self._fakes.enabled:
-            return node, ()
-        pieces = self._meta(source).split_with_sizes(sizes, dim)
-        self._fakes.set_list(node, pieces)
-        return node, pieces
+        return node, self._meta(source).split_with_sizes(sizes, dim) if self._fakes.enabled else ()
 
-    def _item(self, split: fx.Node, index: int, pieces: Sequence[torch.Tensor]) -> fx.Node:
-        return self._create(operator.getitem, (split, index), meta=pieces[index] if pieces else None)
+    def _items(self, split: fx.Node, pieces: Sequence[torch.Tensor]) -> Iterator[fx.Node]:
+        """One element node a member; the list's fake value holds the elements' own."""
+        values: list[Any] = []
+        for index in range(len(self._members)):
+            item = self._create(operator.getitem, (split, index), meta=pieces[index] if pieces else None)
+            values.append(item.meta.get("val"))
+            yield item
+        if self._fakes.enabled:
+            split.meta["val"] = values
 
     def _output(self, source: fx.Node, member: Member) -> fx.Node:
         shape = list(member.candidate.output_shape)

@@ -28,12 +28,20 @@ class Journal:
         self._operations: list[tuple[fx.Node, str]] = []
         self._meta: list[tuple[fx.Node, str, Any]] = []
         self._obsolete: list[fx.Node] = []
+        self._replaced: dict[fx.Node, fx.Node] = {}
 
     def create(
         self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> fx.Node:
-        """A new call at the graph's insertion point."""
-        node = self.graph.create_node("call_function", target, args, kwargs or {})
+        """A new call at the graph's insertion point.
+
+        The arguments are set afterwards: `create_node` searches them for symbolic integers, which costs more than
+        all the rest and finds nothing in arguments made of nodes and plain integers.
+        """
+        node = self.graph.create_node("call_function", target)
+        node.args = args
+        if kwargs:
+            node.kwargs = kwargs
         self.created.append(node)
         return node
 
@@ -58,7 +66,25 @@ class Journal:
         self._meta.append((node, key, before))
 
     def replace_uses(self, old: fx.Node, new: fx.Node) -> None:
-        old.replace_all_uses_with(new)
+        """Have every user of `old` read `new`, once `redirect` is called."""
+        self._replaced[old] = new
+
+    def redirect(self) -> None:
+        """Rewrite the arguments of each affected user once, however many of its inputs were replaced."""
+
+        def current(node: fx.Node) -> fx.Node:
+            return self._replaced.get(node, node)
+
+        hooks = getattr(self.graph.owning_module, "_replace_hooks", None) or ()
+        users = dict.fromkeys(user for old in self._replaced for user in old.users)
+        for user in users:
+            for source in user.all_input_nodes if hooks else ():
+                if source in self._replaced:
+                    for hook in hooks:
+                        hook(old=source, new=self._replaced[source].name, user=user)
+            user.args = fx.map_arg(user.args, current)
+            if user.kwargs:
+                user.kwargs = fx.map_arg(user.kwargs, current)
 
     def obsolete(self, node: fx.Node) -> None:
         """Erase `node` at commit, after those noted before it."""
