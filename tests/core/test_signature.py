@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from bucketplan_core.collectives import Candidate, FixedCollective, Group, Options
 from bucketplan_core.planning import make_plan
@@ -20,7 +19,7 @@ from bucketplan_core.wire import from_json, to_json
 from tests.core.test_decoding import HARDWARE, small_request
 from tests.support.counts import count
 from tests.support.paths import ROOT
-from tests.support.requests import random_hardware, random_profile, random_request, requests
+from tests.support.requests import random_hardware, random_profile, random_request, randoms, requests
 
 
 def shuffled(request: Request, rng: random.Random) -> Request:
@@ -51,7 +50,7 @@ def reordered(value: object, rng: random.Random) -> object:
     return [reordered(item, rng) for item in value] if isinstance(value, list) else value
 
 
-@given(requests(min_candidates=1), st.randoms(use_true_random=False))
+@given(requests(min_candidates=1), randoms())
 @settings(max_examples=count(test=60, soak=10_000))
 def test_arrival_order_shows_neither_in_the_signature_nor_in_the_plan(request: Request, rng: random.Random) -> None:
     options = replace(request.options, strategy="size", planner="size/1")
@@ -62,7 +61,7 @@ def test_arrival_order_shows_neither_in_the_signature_nor_in_the_plan(request: R
     assert make_plan(other).encoded == make_plan(request).encoded
 
 
-@given(requests(), st.randoms(use_true_random=False))
+@given(requests(), randoms())
 @settings(max_examples=count(test=40, soak=5_000))
 def test_key_order_shows_nowhere(request: Request, rng: random.Random) -> None:
     tree = reordered(request.to_wire(), rng)
