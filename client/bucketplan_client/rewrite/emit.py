@@ -100,21 +100,17 @@ class BucketEmitter:
     def _meta(self, node: fx.Node) -> torch.Tensor:
         return self._fakes.meta(node)
 
-    def _reshape(self, source: fx.Node, shape: Sequence[int], known: torch.Tensor | None, **marks: Any) -> fx.Node:
+    def _reshape(self, source: fx.Node, shape: Sequence[int], **marks: Any) -> fx.Node:
         """A view where the fake value tells that one is possible, else a reshape (which may copy)."""
-        contiguous = known is not None and known.is_contiguous()
-        target = aten.view.default if contiguous else aten.reshape.default
-        meta = None
-        if self._fakes.enabled and known is not None:
-            on_meta = self._fakes._meta_of.get(source)
-            meta = on_meta.reshape(tuple(shape)) if on_meta is not None else self._view_of_live(known, shape)
-        return self._create(target, (source, list(shape)), meta=meta, **marks)
-
-    @staticmethod
-    def _view_of_live(known: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """A meta view that shares storage with a live node's fake value where the reshape is a view."""
-        elem = torch.empty_strided(known.shape, known.stride(), dtype=known.dtype, device="meta")
-        return elem.reshape(tuple(shape))
+        known = self._fakes.behind(source)
+        if known is None:
+            value = source.meta.get("val")
+            contiguous = isinstance(value, torch.Tensor) and value.is_contiguous()
+            return self._create(
+                aten.view.default if contiguous else aten.reshape.default, (source, list(shape)), **marks
+            )
+        target = aten.view.default if known.is_contiguous() else aten.reshape.default
+        return self._create(target, (source, list(shape)), meta=known.reshape(tuple(shape)), **marks)
 
     def launch(self) -> fx.Node:
         """Packing and the collective; returns the launch."""
@@ -157,10 +153,7 @@ class BucketEmitter:
         flat = []
         for member in self._members:
             source = member.nodes.input if folded is None else member.nodes.input.all_input_nodes[0]
-            known = source.meta.get("val")
-            known = known if isinstance(known, torch.Tensor) else None
-            numel = member.candidate.input_numel
-            node = self._reshape(source, [numel], known, **prepare)
+            node = self._reshape(source, [member.candidate.input_numel], **prepare)
             if self._as_bytes and member.nodes.dtype is not torch.uint8:
                 node = self._create(
                     aten.view.dtype,
@@ -212,13 +205,8 @@ class BucketEmitter:
             source = member.nodes.input
             if source in member.nodes.prep and packet_of(source) in (aten.contiguous, "contiguous", aten.clone):
                 self._expose_layout(member, source)
-            known = source.meta.get("val")
             columns = member.candidate.input_numel // self._ranks
-            rows.append(
-                self._reshape(
-                    source, [self._ranks, columns], known if isinstance(known, torch.Tensor) else None, **prepare
-                )
-            )
+            rows.append(self._reshape(source, [self._ranks, columns], **prepare))
         total = sum(member.candidate.input_numel for member in self._members)
         packed = self._create(
             aten.cat.default,
@@ -226,8 +214,7 @@ class BucketEmitter:
             meta=empty((self._ranks, total // self._ranks), self._dtype),
             **prepare,
         )
-        known = self._fakes._meta_of.get(packed)
-        return self._reshape(packed, [total], known, **prepare)
+        return self._reshape(packed, [total], **prepare)
 
     def _expose_layout(self, member: Member, node: fx.Node) -> None:
         """Later overlap passes look for the layout node of a reduce-scatter's input as a plain ``aten.contiguous``.

@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+    unset_fake_temporarily,
+)
+from torch.utils._mode_utils import no_dispatch
 
 __all__ = ["FakeValues"]
 
@@ -59,6 +65,19 @@ class FakeValues:
 
     def meta(self, node: fx.Node) -> torch.Tensor:
         return self._meta_of[node]
+
+    def behind(self, node: fx.Node) -> torch.Tensor | None:
+        """The meta tensor of `node`'s value, sharing its storage: of a node made here, or of one that was there
+        before.
+        """
+        made = self._meta_of.get(node)
+        if made is not None:
+            return made
+        value = node.meta.get("val")
+        if self._mode is None or not isinstance(value, FakeTensor):
+            return None
+        with in_kernel_invocation_manager(self._mode), no_dispatch():
+            return value.as_strided(value.size(), value.stride(), value.storage_offset())
 
     def refresh_views(self, base: fx.Node, views: Sequence[fx.Node], replaced: fx.Node) -> list[tuple[fx.Node, Any]]:
         """Recompute the values of pure views of `base`, which took the place of `replaced`; returns what they were."""
