@@ -98,8 +98,13 @@ class RunningServer:
 
     def terminate(self, timeout: float = 60.0) -> int:
         """SIGTERM; answers the exit status once the server has drained."""
-        assert self._process is not None
+        assert self._process is not None, "the server is not running"
         self._process.send_signal(signal.SIGTERM)
+        return self.wait(timeout)
+
+    def wait(self, timeout: float = 60.0) -> int:
+        """The exit status, once the server has ended."""
+        assert self._process is not None, "the server is not running"
         status = self._process.wait(timeout)
         self._process = None
         return status
@@ -128,6 +133,14 @@ class RunningServer:
                 return bool(response.status == 200)
         except (urllib.error.URLError, OSError):
             return False
+
+
+def wait_for_planning(server: RunningServer) -> None:
+    """Returns when a planning is in progress."""
+    deadline = time.monotonic() + 30
+    while server.metric("bucketplan_plannings_in_progress") == 0:
+        assert time.monotonic() < deadline, "no planning began"
+        time.sleep(0.01)
 
 
 def free_port() -> int:

@@ -198,9 +198,11 @@ def _in_quarantine() -> ColumnElement[bool]:
 
 def _checked(row: RowMapping) -> PlanRow:
     """The row, unless its bytes are not what was stored."""
-    signature, revision, plan = row["signature"], row["revision"], bytes(row["plan"])
+    signature, revision, plan = row["signature"], row["revision"], row["plan"]
     if row["detail"] is not None:
         raise Damaged(signature, revision, row["detail"])
+    if not isinstance(plan, bytes):
+        raise Damaged(signature, revision, f"the plan is stored as {type(plan).__name__}, not as bytes")
     if digest_of(plan) != row["plan_sha256"]:
         raise Damaged(
             signature, revision, f"the plan's bytes hash to {digest_of(plan)}, stored was {row['plan_sha256']}"
