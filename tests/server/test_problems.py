@@ -1,0 +1,72 @@
+"""Every error has one body, in whichever encoding and from whichever layer it comes."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from bucketplan_core.wire import from_json, pack, unpack
+from bucketplan_server.http.front import Front
+from bucketplan_server.memory import PlanMemory
+from bucketplan_server.metrics import Metrics
+from bucketplan_server.problems import PROBLEMS
+from tests.support.documents import MSGPACK, plan_body, small_request
+
+WRONG = pack({"profile": None, "request": small_request(201).encoded, "signature": small_request(202).signature})
+CALLS = {
+    "invalid-body": ("POST", "/v1/plans", MSGPACK, b"\xc1"),
+    "invalid-parameter": ("GET", "/v1/plans/short", {}, b""),
+    "not-found": ("GET", "/v2/plans", {}, b""),
+    "unknown-signature": ("GET", f"/v1/plans/{'a' * 64}", {}, b""),
+    "unknown-epoch": ("POST", "/v1/plans", MSGPACK | {"Bucketplan-Epoch": "b" * 64}, plan_body(small_request(203))),
+    "method-not-allowed": ("DELETE", "/v1/plans", {}, b""),
+    "body-too-large": ("POST", "/v1/plans", MSGPACK, bytes(300 * 1024)),
+    "unsupported-media-type": ("POST", "/v1/plans", {"Content-Type": "text/plain"}, b"x"),
+    "signature-mismatch": ("POST", "/v1/plans", MSGPACK, WRONG),
+}
+
+
+@pytest.mark.parametrize("encoding", ["json", "msgpack"])
+@pytest.mark.parametrize("slug", CALLS)
+def test_errors_have_one_shape(client, slug, encoding):
+    method, path, headers, body = CALLS[slug]
+    answer = client.request(method, path, headers={**headers, "Accept": f"application/{encoding}"}, content=body)
+    check_shape(answer, slug, encoding)
+
+
+def check_shape(answer: httpx.Response, slug: str, encoding: str) -> None:
+    assert answer.headers["content-type"] == f"application/problem+{encoding}"
+    problem = from_json(answer.content) if encoding == "json" else unpack(answer.content)
+    kind = PROBLEMS[slug]
+    assert {"type", "title", "status", "detail"} <= set(problem)
+    assert (problem["type"], problem["title"]) == (f"urn:bucketplan:problem:{slug}", kind.title)
+    assert problem["status"] == answer.status_code == kind.status
+    assert problem["detail"]
+    assert answer.headers["cache-control"] == "no-store"
+    assert answer.headers["x-request-id"]
+
+
+def test_not_acceptable_is_answered_in_json(client):
+    client.post("/v1/plans", content=plan_body(small_request(203)), headers=MSGPACK)
+    answer = client.get(f"/v1/plans/{small_request(203).signature}", headers={"Accept": "image/png"})
+    check_shape(answer, "not-acceptable", "json")
+
+
+def test_405_says_what_is_allowed(client):
+    assert client.delete("/v1/plans").headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("encoding", ["json", "msgpack"])
+def test_a_fault_of_the_server_has_the_same_shape_and_hides_its_reason(encoding):
+    async def broken(scope, receive, send):
+        raise RuntimeError("secret detail")
+
+    async def call() -> httpx.Response:
+        front = Front(broken, memory=PlanMemory(0), metrics=Metrics(), max_body_bytes=1024)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://server") as client:
+            return await client.get("/v1/plans", headers={"Accept": f"application/{encoding}"})
+
+    answer = asyncio.run(call())
+    check_shape(answer, "internal", encoding)
+    assert b"secret" not in answer.content
+    assert answer.headers["x-request-id"].encode() in answer.content
