@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -189,6 +190,28 @@ class CostModel:
     def compute_ns(self) -> int:
         """All compute of the step, without copies and launches."""
         return self.prefix_ns[-1]
+
+    @cached_property
+    def live_at_gap(self) -> Int64Array:
+        """Activations alive at each gap: what both neighbouring segments hold, at most the lesser."""
+        live = as_int64(self.live_bytes)
+        if not len(live):
+            return np.zeros(1, dtype=np.int64)
+        return np.minimum(np.append(live, live[-1]), np.insert(live, 0, live[0]))
+
+    @cached_property
+    def static_bytes(self) -> Int64Array:
+        """Bytes by gap of what no plan moves: inputs of reductions appear when ready, results go after their last
+        use.
+        """
+        num_segments = self.request.num_segments
+        changes = [0] * (num_segments + 2)
+        for candidate in self.request.candidates:
+            if held_inputs(candidate):
+                changes[candidate.earliest_launch] += candidate.input_bytes
+            changes[min(candidate.last_use, num_segments) + 1] -= candidate.output_bytes
+        held: Int64Array = np.cumsum(as_int64(changes))
+        return held
 
     def copy_ns(self, num_bytes: int) -> int:
         """A copy that reads and writes `num_bytes` once each."""

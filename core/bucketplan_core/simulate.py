@@ -24,24 +24,26 @@ Time and memory are linear in steps. Between two steps a slowed-down duration is
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from bucketplan_core.cost import BucketCost, CostModel, Int64Array, as_int64, held_inputs
-from bucketplan_core.plan import Decision, Step, StepOp
+from bucketplan_core.plan import Decision, StepOp
 
 __all__ = [
     "COMPUTE_STREAM",
+    "Buffers",
     "CollectiveTimes",
     "MemoryCurve",
+    "Run",
     "Simulation",
     "TraceEvent",
+    "buffers_of",
     "memory_curve",
+    "run_steps",
     "simulate",
-    "step_times",
 ]
 
 COMPUTE_STREAM = "compute"
@@ -73,21 +75,21 @@ class TraceEvent:
     duration_ns: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class MemoryCurve:
     """Bytes held in program order: `segment_bytes[k]` during segment k, `step_bytes[i]` the most that step i
     reaches.
     """
 
-    segment_bytes: tuple[int, ...]
-    step_bytes: tuple[int, ...]
+    segment_bytes: Int64Array
+    step_bytes: Int64Array
 
     @property
     def peak_bytes(self) -> int:
-        return max(max(self.segment_bytes, default=0), max(self.step_bytes, default=0))
+        return max(int(self.segment_bytes.max(initial=0)), int(self.step_bytes.max(initial=0)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Simulation:
     """The figures of one decision.
 
@@ -110,56 +112,81 @@ class Simulation:
     events: tuple[TraceEvent, ...] = field(default=(), repr=False)
 
 
-def simulate(cost: CostModel, decision: Decision, *, trace: bool = False) -> Simulation:
-    """Run `decision`, which must be legal for the cost model's request; `trace` also records every box of the
-    timeline.
+Steps = Sequence[tuple[int, int, int]]
+"""(gap, op, target) of every step in plan order; op as in `StepOp`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What `run_steps` saw: per bucket and fixed collective (launched, started, finished) and (reached the wait,
+    stood still).
+
+    `gaps` holds (gap, time of arrival, time of leaving) of every gap that has a step, and of gap 0;
+    `after` the time after each step.
     """
+
+    step_ns: int
+    launched: list[tuple[int, int, int]]
+    waited: list[tuple[int, int]]
+    fixed_launched: list[tuple[int, int, int]]
+    fixed_waited: list[tuple[int, int]]
+    gaps: list[tuple[int, int, int]]
+    after: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """Bytes that a bucket takes and then gives back at its launch and at its wait."""
+
+    taken_at_launch: int
+    given_at_launch: int
+    taken_at_wait: int
+    given_at_wait: int
+
+
+def simulate(cost: CostModel, decision: Decision, *, trace: bool = False) -> Simulation:
+    """Run `decision`, which must be legal for the cost model's request; `trace` also records the timeline's boxes."""
     members = [bucket.members for bucket in decision.buckets]
     costs = [cost.bucket(m) for m in members]
     streams = [cost.lane_streams[bucket.lane] for bucket in decision.buckets]
-    events: list[TraceEvent] | None = [] if trace else None
-    names = [bucket.id for bucket in decision.buckets] if trace else []
-    step_ns, buckets, fixed = step_times(cost, costs, streams, decision.steps, events=events, names=names)
-    memory = memory_curve(cost, members, decision.steps)
+    steps = [(step.gap, int(step.op), step.target) for step in decision.steps]
+    run = run_steps(cost, costs, streams, steps)
+    memory = memory_curve(cost, [buffers_of(cost, m) for m in members], steps)
+    buckets = tuple(CollectiveTimes(*a, *b) for a, b in zip(run.launched, run.waited, strict=True))
+    fixed = tuple(CollectiveTimes(*a, *b) for a, b in zip(run.fixed_launched, run.fixed_waited, strict=True))
     launches = len(costs) * cost.hardware.launch_ns
     copies = sum(c.launch_ns + c.wait_ns for c in costs) - launches
     exposed = sum(times.exposed_ns for times in (*buckets, *fixed))
     return Simulation(
-        step_ns=step_ns,
+        step_ns=run.step_ns,
         compute_ns=cost.compute_ns,
         copies_ns=copies,
         launches_ns=launches,
         exposed_ns=exposed,
-        slowed_ns=step_ns - cost.compute_ns - launches - copies - exposed,
+        slowed_ns=run.step_ns - cost.compute_ns - launches - copies - exposed,
         peak_bytes=memory.peak_bytes,
         num_collectives=len(costs),
-        buckets=tuple(buckets),
-        fixed=tuple(fixed),
+        buckets=buckets,
+        fixed=fixed,
         memory=memory,
-        events=tuple(events or ()),
+        events=_trace(cost, decision, run) if trace else (),
     )
 
 
-def step_times(
-    cost: CostModel,
-    costs: Sequence[BucketCost],
-    streams: Sequence[int],
-    steps: Sequence[Step | tuple[int, int, int]],
-    *,
-    events: list[TraceEvent] | None = None,
-    names: Sequence[str] = (),
-) -> tuple[int, list[CollectiveTimes], list[CollectiveTimes]]:
-    """Step time, times of each bucket and of each fixed collective, for steps as (gap, op, target)."""
+def run_steps(cost: CostModel, costs: Sequence[BucketCost], streams: Sequence[int], steps: Steps) -> Run:
+    """Run `steps` over buckets of these costs on these streams; linear in steps."""
     prefix = cost.prefix_ns
     permille = cost.hardware.slowdown_permille
-    free = [0] * (len(cost.streams) + 1)  # the last entry serves collectives of no known group
+    free = [0] * (len(cost.streams) + 1)  # the last entry serves collectives of no known group, and stays 0
     launched = [(0, 0, 0)] * len(costs)
     waited = [(-1, 0)] * len(costs)
     fixed_launched = [(0, 0, 0)] * len(cost.fixed_ns)
     fixed_waited = [(-1, 0)] * len(cost.fixed_ns)
-    now = at = 0
+    gaps: list[tuple[int, int, int]] = []
+    after: list[int] = []
+    now = at = arrived = 0
 
-    def advance(work: int) -> int:
+    def advance(now: int, work: int) -> int:
         if not permille or not work:
             return now + work
         # A stream is busy from now until it is free, without a hole: what it runs was launched before now.
@@ -171,114 +198,113 @@ def step_times(
             return now - (-stretched // 1_000)
         return now + busy - (-(stretched - busy * 1_000) // (1_000 + permille))
 
-    def box(name: str, category: str, stream: str, start: int, end: int) -> None:
-        if events is not None and end > start:
-            events.append(TraceEvent(name, category, stream, start, end - start))
-
-    for gap, op, target in ((s.gap, s.op, s.target) if isinstance(s, Step) else s for s in steps):
+    for gap, op, target in steps:
         if gap != at:
-            begun = now
-            now = advance(prefix[gap] - prefix[at])
-            if events is not None:
-                box(f"segments {at} to {gap - 1}", "compute", COMPUTE_STREAM, begun, now)
+            gaps.append((at, arrived, now))
+            now = arrived = advance(now, prefix[gap] - prefix[at])
             at = gap
-        if op == StepOp.LAUNCH:
-            begun = now
-            now = advance(costs[target].launch_ns)
+        if op == _LAUNCH:
+            one = costs[target]
+            now = advance(now, one.launch_ns)
             stream = streams[target]
-            start = max(now, free[stream])
-            end = start + costs[target].comm_ns
-            free[stream] = end
+            start = free[stream]
+            if start < now:
+                start = now
+            end = free[stream] = start + one.comm_ns
             launched[target] = (now, start, end)
-            if events is not None:
-                box(f"pack {names[target]}", "copy", COMPUTE_STREAM, begun, now)
-                box(names[target], "collective", cost.streams[stream], start, end)
-        elif op == StepOp.WAIT:
+        elif op == _WAIT:
             end = launched[target][2]
-            waited[target] = (now, max(end - now, 0))
             if end > now:
-                if events is not None:
-                    box(f"wait {names[target]}", "exposed", COMPUTE_STREAM, now, end)
+                waited[target] = (now, end - now)
                 now = end
-            begun = now
-            now = advance(costs[target].wait_ns)
-            if events is not None:
-                box(f"unpack {names[target]}", "copy", COMPUTE_STREAM, begun, now)
-        elif op == StepOp.FIXED_LAUNCH:
+            else:
+                waited[target] = (now, 0)
+            now = advance(now, costs[target].wait_ns)
+        elif op == _FIXED_LAUNCH:
             stream = cost.fixed_streams[target]
             start = max(now, free[stream]) if stream >= 0 else now
             end = start + cost.fixed_ns[target]
             if stream >= 0:
                 free[stream] = end
             fixed_launched[target] = (now, start, end)
-            if events is not None and stream >= 0:
-                box(f"fixed {target}: {cost.request.fixed[target].kind}", "fixed", cost.streams[stream], start, end)
         else:
             end = fixed_launched[target][2]
             fixed_waited[target] = (now, max(end - now, 0))
-            if end > now:
-                if events is not None:
-                    box(f"wait fixed {target}", "exposed", COMPUTE_STREAM, now, end)
-                now = end
-    begun = now
-    now = advance(prefix[-1] - prefix[at])
-    if events is not None:
-        box(f"segments {at} to {len(prefix) - 2}", "compute", COMPUTE_STREAM, begun, now)
-    return (
-        now,
-        [CollectiveTimes(*a, *b) for a, b in zip(launched, waited, strict=True)],
-        [CollectiveTimes(*a, *b) for a, b in zip(fixed_launched, fixed_waited, strict=True)],
-    )
+            now = max(end, now)
+        after.append(now)
+    gaps.append((at, arrived, now))
+    return Run(advance(now, prefix[-1] - prefix[at]), launched, waited, fixed_launched, fixed_waited, gaps, after)
 
 
-def memory_curve(
-    cost: CostModel, members: Sequence[Sequence[int]], steps: Sequence[Step | tuple[int, int, int]]
-) -> MemoryCurve:
-    """Bytes held through these steps, by the table above."""
-    candidates = cost.request.candidates
-    num_segments = cost.request.num_segments
-    before_gap = _plan_independent(cost)
-    at_launch = np.zeros((len(members), 2), dtype=np.int64)  # taken, then given back
-    at_wait = np.zeros((len(members), 2), dtype=np.int64)
-    for index, bucket in enumerate(members):
-        inputs = sum(candidates[m].input_bytes for m in bucket)
-        outputs = sum(candidates[m].output_bytes for m in bucket)
-        if candidates[bucket[0]].is_gather:
-            at_launch[index] = (inputs + outputs, 0)
-            at_wait[index] = (0, inputs) if len(bucket) == 1 else (outputs, inputs + outputs)
+_LAUNCH, _WAIT, _FIXED_LAUNCH = int(StepOp.LAUNCH), int(StepOp.WAIT), int(StepOp.FIXED_LAUNCH)
+
+
+def _trace(cost: CostModel, decision: Decision, run: Run) -> tuple[TraceEvent, ...]:
+    """The boxes of a run, by start: compute between gaps, copies, collectives on their streams, time stood still."""
+    boxes: list[TraceEvent] = []
+
+    def box(name: str, category: str, stream: str, start: int, end: int) -> None:
+        if end > start:
+            boxes.append(TraceEvent(name, category, stream, start, end - start))
+
+    ends = [(gap, arrived) for gap, arrived, _ in run.gaps[1:]] + [(len(cost.segment_ns), run.step_ns)]
+    for (gap, _, left), (until, arrived) in zip(run.gaps, ends, strict=True):
+        box(f"segments {gap} to {until - 1}", "compute", COMPUTE_STREAM, left, arrived)
+    arrivals = {gap: arrived for gap, arrived, _ in run.gaps}
+    at_gap, reached = -1, 0
+    for step, after in zip(decision.steps, run.after, strict=True):
+        if step.gap != at_gap:
+            at_gap, reached = step.gap, arrivals[step.gap]
+        if step.op is StepOp.LAUNCH:
+            bucket = decision.buckets[step.target]
+            _, start, end = run.launched[step.target]
+            box(f"pack {bucket.id}", "copy", COMPUTE_STREAM, reached, after)
+            box(bucket.id, "collective", cost.streams[cost.lane_streams[bucket.lane]], start, end)
+        elif step.op is StepOp.WAIT:
+            name = decision.buckets[step.target].id
+            begun, exposed = run.waited[step.target]
+            box(f"wait {name}", "exposed", COMPUTE_STREAM, begun, begun + exposed)
+            box(f"unpack {name}", "copy", COMPUTE_STREAM, begun + exposed, after)
+        elif step.op is StepOp.FIXED_LAUNCH:
+            stream = cost.fixed_streams[step.target]
+            _, start, end = run.fixed_launched[step.target]
+            if stream >= 0:
+                name = f"fixed {step.target}: {cost.request.fixed[step.target].kind}"
+                box(name, "fixed", cost.streams[stream], start, end)
         else:
-            held = sum(candidates[m].input_bytes for m in bucket if held_inputs(candidates[m]))
-            if len(bucket) == 1:
-                at_launch[index] = (outputs, 0)
-                at_wait[index] = (0, held)
-            else:
-                at_launch[index] = (inputs + outputs, held)
-                at_wait[index] = (0, inputs)
-    gaps = [s.gap if isinstance(s, Step) else s[0] for s in steps]
-    taken = np.zeros(len(steps), dtype=np.int64)
-    given = np.zeros(len(steps), dtype=np.int64)
-    for number, step in enumerate(steps):
-        _, op, target = (step.gap, step.op, step.target) if isinstance(step, Step) else step
-        if op == StepOp.LAUNCH:
-            taken[number], given[number] = at_launch[target]
-        elif op == StepOp.WAIT:
-            taken[number], given[number] = at_wait[target]
-    live = as_int64(cost.live_bytes) if num_segments else np.zeros(1, dtype=np.int64)
-    live_at_gap = np.minimum(np.append(live, live[-1]), np.insert(live, 0, live[0])) if num_segments else live
-    after = np.cumsum(taken - given)
-    at = np.array(gaps, dtype=np.int64)
-    step_bytes = after + given + before_gap[at] + live_at_gap[at] if len(steps) else after
-    ended = np.array([bisect_left(gaps, k + 1) for k in range(num_segments)], dtype=np.int64)
-    held_in_segment = np.insert(after, 0, 0)[ended] + before_gap[:num_segments] if num_segments else after[:0]
-    segment_bytes = held_in_segment + live if num_segments else held_in_segment
-    return MemoryCurve(tuple(segment_bytes.tolist()), tuple(step_bytes.tolist()))
+            begun, exposed = run.fixed_waited[step.target]
+            box(f"wait fixed {step.target}", "exposed", COMPUTE_STREAM, begun, begun + exposed)
+        reached = after
+    return tuple(sorted(boxes, key=lambda event: (event.start_ns, event.stream, event.name)))
 
 
-def _plan_independent(cost: CostModel) -> Int64Array:
-    """Bytes by gap of what no plan moves: inputs of reductions appear when ready, results go after their last use."""
-    changes = [0] * (cost.request.num_segments + 2)
-    for candidate in cost.request.candidates:
-        if held_inputs(candidate):
-            changes[candidate.earliest_launch] += candidate.input_bytes
-        changes[min(candidate.last_use, cost.request.num_segments) + 1] -= candidate.output_bytes
-    return np.cumsum(as_int64(changes))
+def buffers_of(cost: CostModel, members: Sequence[int]) -> Buffers:
+    """What the bucket of these candidates holds, by the table above."""
+    candidates = cost.request.candidates
+    inputs = sum(candidates[m].input_bytes for m in members)
+    outputs = sum(candidates[m].output_bytes for m in members)
+    alone = len(members) == 1
+    if candidates[members[0]].is_gather:
+        return Buffers(inputs + outputs, 0, 0 if alone else outputs, inputs if alone else inputs + outputs)
+    held = sum(candidates[m].input_bytes for m in members if held_inputs(candidates[m]))
+    return Buffers(outputs, 0, 0, held) if alone else Buffers(inputs + outputs, held, 0, inputs)
+
+
+def memory_curve(cost: CostModel, buffers: Sequence[Buffers], steps: Steps) -> MemoryCurve:
+    """Bytes held through these steps by buckets of these buffers."""
+    num_segments = cost.request.num_segments
+    beside = cost.static_bytes
+    taken = [0] * len(steps)
+    given = [0] * len(steps)
+    for number, (_, op, target) in enumerate(steps):
+        if op == _LAUNCH:
+            taken[number], given[number] = buffers[target].taken_at_launch, buffers[target].given_at_launch
+        elif op == _WAIT:
+            taken[number], given[number] = buffers[target].taken_at_wait, buffers[target].given_at_wait
+    freed = as_int64(given)
+    after = np.cumsum(as_int64(taken) - freed)
+    at = np.array([gap for gap, _, _ in steps], dtype=np.int64)
+    step_bytes = after + freed + beside[at] + cost.live_at_gap[at]
+    passed = np.searchsorted(at, np.arange(1, num_segments + 1))  # steps before segment k
+    segment_bytes = np.insert(after, 0, 0)[passed] + beside[:num_segments] + as_int64(cost.live_bytes)
+    return MemoryCurve(segment_bytes, step_bytes)

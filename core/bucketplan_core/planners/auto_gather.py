@@ -171,14 +171,8 @@ class _Memory:
         budget_bytes: int,
     ) -> None:
         num_segments = cost.request.num_segments
-        freed = [0] * (num_segments + 2)
-        for candidate in cost.request.candidates:
-            freed[min(candidate.last_use, num_segments) + 1] -= candidate.output_bytes
-        held = np.cumsum(as_int64(freed))
-        live = as_int64(cost.live_bytes) if num_segments else np.zeros(1, dtype=np.int64)
-        at_gap = np.minimum(np.append(live, live[-1]), np.insert(live, 0, live[0])) if num_segments else live
-        self._gap = held[: num_segments + 1] + at_gap
-        self._segment = held[:num_segments] + live[:num_segments]
+        self._gap = cost.static_bytes[: num_segments + 1] + cost.live_at_gap
+        self._segment = cost.static_bytes[:num_segments] + as_int64(cost.live_bytes)
         self._waits, self._opens, self._full, self._shards = waits, opens, full, shards
         self._budget = budget_bytes
         self._n = len(waits)

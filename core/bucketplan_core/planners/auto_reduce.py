@@ -19,13 +19,11 @@ import numpy as np
 
 from bucketplan_core.cost import CostModel, Int64Array, as_int64
 
-__all__ = ["EXACT_TIES", "MAX_LABELS", "exact_reduce_conditions", "exact_reduce_lane"]
+__all__ = ["EXACT_TIES", "exact_reduce_conditions", "exact_reduce_lane"]
 
 EXACT_TIES = 64
-MAX_LABELS = 48
-"""Labels a boundary keeps; random lanes of up to 10 members reached 13, so this is a guard, not a limit met in
-practice.
-"""
+_LABEL_BUDGET = 65_536
+"""Labels of all boundaries together; lanes of 300 members were seen to want up to 435 a boundary."""
 _MAX_MEMBERS = 4_000
 
 
@@ -89,7 +87,7 @@ def exact_reduce_lane(cost: CostModel, lane_index: int) -> tuple[list[tuple[int,
     """The best buckets of the lane among contiguous partitions of lane order, each launched when its last member is
     ready.
 
-    The flag says whether they are proved best: not where a boundary had more than `MAX_LABELS` labels, of which those
+    The flag says whether they are proved best: not where a boundary had more than `most_labels` labels, of which those
     of least bound were kept, and not where `exact_reduce_conditions` finds something.
     """
     lane = _Lane(cost, lane_index)
@@ -129,6 +127,7 @@ def _solve(lane: _Lane, *, most_step: int, ties: bool) -> tuple[list[int], bool]
     """
     labels = _Labels()
     exact = True
+    most_labels = min(max(_LABEL_BUDGET // max(lane.n, 1), 32), 1_024)
     for j in range(1, lane.n + 1):
         comm, held = lane.into(j)
         boundary, finish, delay, count = labels.columns[:4, : labels.size]
@@ -139,9 +138,9 @@ def _solve(lane: _Lane, *, most_step: int, ties: bool) -> tuple[list[int], bool]
         reached = lane.step(finish + lane.rest(j), delay)
         keep = np.flatnonzero(reached <= most_step)
         keep = keep[_pareto(finish[keep], delay[keep], count[keep] if ties else None)]
-        if len(keep) > MAX_LABELS:
+        if len(keep) > most_labels:
             exact = False
-            best = np.sort(np.argsort(reached[keep], kind="stable")[:MAX_LABELS])
+            best = np.sort(np.argsort(reached[keep], kind="stable")[:most_labels])
             keep = keep[best]
         rows = np.stack([np.full(len(keep), j), finish[keep], delay[keep], count[keep] + 1, boundary[keep], keep])
         labels.append(rows.astype(np.int64))
