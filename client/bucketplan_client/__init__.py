@@ -9,7 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bucketplan_client.capture.describe import Description, describe_graph
+    from bucketplan_client.capture.binding import Description
+    from bucketplan_client.capture.describe import describe_graph
     from bucketplan_client.errors import ClientError
     from bucketplan_client.passes import FsdpBucketingPass
     from bucketplan_client.rewrite.apply import apply_ag_buckets, apply_plan, apply_rs_buckets
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ClientError": "errors",
-    "Description": "capture.describe",
+    "Description": "capture.binding",
     "FsdpBucketingPass": "passes",
     "ModuleScope": "scopes",
     "PlanClient": "transport",

@@ -1,0 +1,249 @@
+"""`FsdpBucketingPass`: describe a graph, get its plan, agree on it with the other ranks, rewrite; one graph pass.
+
+A no-op, with the reason at info level, where bucketing is switched off, without torch.distributed, with one rank, and
+under data parallelism other than fsdp. Otherwise it either rewrites the graph on every rank of its groups, or raises on
+every one of them and leaves the graph as it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol, TypeVar
+
+import torch.distributed as dist
+from torch import fx
+from torch.distributed.distributed_c10d import Store
+
+from bucketplan_client.agreement import DEFAULT_DEADLINE_S, GroupView, Lockstep, Report
+from bucketplan_client.capture.binding import Description
+from bucketplan_client.capture.describe import describe_graph
+from bucketplan_client.errors import AgreementError, ClientError, PassFailed, Where
+from bucketplan_client.membership import GroupLike, groups_of_graph, is_distributed, members_of, this_rank
+from bucketplan_client.rewrite.apply import Applied, apply_plan
+from bucketplan_client.scopes import ModuleScope
+from bucketplan_client.store import JobStore, default_store
+from bucketplan_core.collectives import Options
+from bucketplan_core.groups import group_digests
+from bucketplan_core.legality import check_decision
+from bucketplan_core.plan import Plan
+from bucketplan_core.planning import make_plan
+from bucketplan_core.profile import CostProfile
+from bucketplan_core.request import Request
+
+__all__ = ["DISABLE_VARIABLE", "FsdpBucketingPass", "LocalPlans", "PlanSource", "disabled_by_environment"]
+
+T = TypeVar("T")
+
+_LOG = logging.getLogger(__name__)
+
+DISABLE_VARIABLE = "BUCKETPLAN_DISABLE"
+_OFF = frozenset({"", "0", "false", "no", "off"})
+
+
+class PlanSource(Protocol):
+    """Whatever gives the plan of a request: a `PlanClient`, the plans of an opened attempt, or `LocalPlans`."""
+
+    def plan(self, request: Request, profile: CostProfile | None = None) -> Plan: ...
+
+
+class LocalPlans:
+    """Plans made in this process. The same bytes as a server's for planners that use no cost profile."""
+
+    def plan(self, request: Request, profile: CostProfile | None = None) -> Plan:
+        return make_plan(request, profile)
+
+    def __repr__(self) -> str:
+        return "LocalPlans()"
+
+
+def disabled_by_environment() -> bool:
+    """Whether ``BUCKETPLAN_DISABLE`` asks for no bucketing at all."""
+    return os.environ.get(DISABLE_VARIABLE, "").strip().lower() not in _OFF
+
+
+class FsdpBucketingPass:
+    """A pass ``gm -> gm`` with its options bound here; call it on every rank, or on none.
+
+    `plans` gives the plans. `roles`, `scopes`, `only_roles`, `exclude` and `compute_ops` are those of `describe_graph`,
+    `kinds` those of `apply_plan`. `groups` names groups that hold parameters (role to group, its name, or its ranks);
+    the groups of the graph's own collectives are always compared. `store` is the job's rendezvous store, by default
+    that of torch.distributed. Raises `AgreementError` (alike on all ranks of a group) or, where there is nobody to
+    compare with, `PassFailed`.
+    """
+
+    def __init__(
+        self,
+        plans: PlanSource,
+        *,
+        options: Options,
+        enabled: bool = True,
+        fsdp_enabled: bool = True,
+        data_parallel_mode: str = "fsdp",
+        phase: str = "joint",
+        roles: Mapping[str, str] | None = None,
+        groups: Mapping[str, GroupLike] | None = None,
+        scopes: Sequence[ModuleScope] = (),
+        only_roles: Collection[str] | None = None,
+        exclude: Collection[str] = (),
+        compute_ops: Collection[str] = (),
+        kinds: Collection[str] | None = None,
+        compare: bool = True,
+        store: Store | None = None,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        job: str | None = None,
+    ) -> None:
+        self._plans = plans
+        self._options = options
+        self._enabled = enabled
+        self._fsdp_enabled = fsdp_enabled
+        self._data_parallel_mode = data_parallel_mode
+        self._phase = phase
+        self._roles = dict(roles or {})
+        self._groups = dict(groups or {})
+        self._scopes = tuple(scopes)
+        self._only_roles = only_roles
+        self._exclude = exclude
+        self._compute_ops = compute_ops
+        self._kinds = kinds
+        self._compare = compare
+        self._store = store
+        self._deadline_s = deadline_s
+        self._job = job
+        self._lockstep: Lockstep | None = None
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
+        """Rewrite `gm` in place and return it; `example_inputs` is there for pipelines that pass it."""
+        reason = self._reason_to_skip()
+        if reason is not None:
+            _LOG.info("bucketing skipped: %s", reason)
+            return gm
+        where = Where(rank=this_rank(), job=self._job, server=getattr(self._plans, "address", None))
+        description: Description | None = None
+        plan: Plan | None = None
+        failure: PassFailed | None = None
+        try:
+            description = self._describe(gm)
+            where = where.at(signature=description.signature)
+            plan = self._obtain(description)
+        except PassFailed as error:
+            failure = error.located(where)
+        report = self._report(gm, description, plan)
+        self._agree(report, failure, where)
+        assert description is not None
+        assert plan is not None
+        try:
+            applied = _step("apply", lambda: apply_plan(description, plan, kinds=self._kinds))
+        except PassFailed as error:
+            failure = error.located(where)
+        # A rank that cannot apply what was agreed must not be waited for in the first collective of the others.
+        self._agree(report, failure, where)
+        self._tell(applied, plan)
+        return gm
+
+    def _reason_to_skip(self) -> str | None:
+        if not self._enabled:
+            return "switched off by the configuration"
+        if disabled_by_environment():
+            return f"switched off by {DISABLE_VARIABLE}"
+        if not self._fsdp_enabled:
+            return "fsdp is switched off by the configuration"
+        if self._data_parallel_mode != "fsdp":
+            return f"data parallel mode is {self._data_parallel_mode!r}, not 'fsdp'"
+        if not is_distributed():
+            return "torch.distributed is not initialised"
+        if dist.get_world_size() == 1:
+            return "the world has one rank"
+        return None
+
+    def _describe(self, gm: fx.GraphModule) -> Description:
+        return _step(
+            "describe",
+            lambda: describe_graph(
+                gm,
+                options=self._options,
+                phase=self._phase,
+                roles=self._roles,
+                scopes=self._scopes,
+                only_roles=self._only_roles,
+                exclude=self._exclude,
+                compute_ops=self._compute_ops,
+            ),
+        )
+
+    def _obtain(self, description: Description) -> Plan:
+        plan = _step("plan", lambda: self._plans.plan(description.request, description.profile))
+        _step("check", lambda: check_decision(description.request, plan.decision))
+        return plan
+
+    def _agree(self, report: Report, failure: PassFailed | None, where: Where) -> None:
+        """Compare with every rank of this rank's groups; returns only if all hold one plan and none failed."""
+        if failure is not None:
+            report = replace(report, failure=failure.message)
+        if self._compare and any(len(view.members) > 1 for view in report.groups):
+            if self._lockstep is None:
+                store = JobStore(self._store or default_store(), prefix="bucketplan", where=where)
+                self._lockstep = Lockstep(store, deadline_s=self._deadline_s)
+            try:
+                self._lockstep.agree(report)
+            except AgreementError as error:
+                raise error.located(where) from failure
+        if failure is not None:
+            raise failure
+
+    def _report(self, gm: fx.GraphModule, description: Description | None, plan: Plan | None) -> Report:
+        members = groups_of_graph(gm.graph, self._roles)
+        members |= {role: members_of(group) for role, group in self._groups.items()}
+        digests: Mapping[str, str] = {}
+        if description is not None and plan is not None:
+            digests = group_digests(description.request, plan.decision)
+        if not members:
+            members = {"world": tuple(range(dist.get_world_size()))} if description is None else {}
+        rank = this_rank()
+        return Report(
+            rank=rank,
+            groups=tuple(
+                GroupView(role=role, members=ranks, digest=digests.get(role))
+                for role, ranks in sorted(members.items())
+                if rank in ranks
+            ),
+            signature=None if description is None else description.signature,
+            request=None if description is None else lambda: description.request.encoded,
+        )
+
+    def _tell(self, applied: Applied, plan: Plan) -> None:
+        statistics = applied.statistics.values()
+        _LOG.info(
+            "bucketed %d collectives into %d buckets (%d bytes packed), plan %s of signature %s from %r; "
+            "%d collectives were left as they are",
+            sum(entry["original_collectives"] for entry in statistics),
+            applied.num_buckets,
+            sum(entry.get("copy_out_bytes", 0) + entry.get("packed_input_bytes", 0) for entry in statistics),
+            plan.digest[:12],
+            plan.decision.signature[:12],
+            self._plans,
+            len(applied.description.skipped),
+        )
+        if not _LOG.isEnabledFor(logging.DEBUG):
+            return
+        for key, entry in applied.statistics.items():
+            _LOG.debug("%s: %s", key, dict(entry))
+        for bucket in plan.decision.buckets:
+            if len(bucket.members) > 1:
+                candidates = [applied.description.request.candidates[member] for member in bucket.members]
+                names = ", ".join(candidate.param_name or "?" for candidate in candidates)
+                _LOG.debug("bucket %s: %s", bucket.id, names)
+        for skipped in applied.description.skipped:
+            _LOG.debug("left as it is: %s (%s): %s", skipped.node, skipped.rule, skipped.reason)
+
+
+def _step(name: str, action: Callable[[], T]) -> T:
+    try:
+        return action()
+    except PassFailed:
+        raise
+    except Exception as error:
+        where = error.where if isinstance(error, ClientError) else Where()
+        raise PassFailed(name, error, where=where) from error
