@@ -240,8 +240,8 @@ class _Rewrite:
             outputs = emitter.wait()
             for member, output in zip(nodes, outputs, strict=True):
                 if emitter._fakes.enabled:
-                    for view, before in emitter._fakes.refresh_views(output, member.result, member.wait):
-                        self._journal.note_meta(view, "val", before)
+                    for alias, value in emitter._fakes.aliases(member.wait, output):
+                        self._journal.set_meta(alias, "val", value)
                 self._journal.replace_uses(member.wait, output)
         for member in nodes:
             self._journal.obsolete(member.wait)

@@ -153,6 +153,7 @@ class BucketEmitter:
         flat = []
         for member in self._members:
             source = member.nodes.input if folded is None else member.nodes.input.all_input_nodes[0]
+            source = self._journal.current(source)
             node = self._reshape(source, [member.candidate.input_numel], **prepare)
             if self._as_bytes and member.nodes.dtype is not torch.uint8:
                 node = self._create(
@@ -206,7 +207,7 @@ class BucketEmitter:
             if source in member.nodes.prep and packet_of(source) in (aten.contiguous, "contiguous", aten.clone):
                 self._expose_layout(member, source)
             columns = member.candidate.input_numel // self._ranks
-            rows.append(self._reshape(source, [self._ranks, columns], **prepare))
+            rows.append(self._reshape(self._journal.current(source), [self._ranks, columns], **prepare))
         total = sum(member.candidate.input_numel for member in self._members)
         packed = self._create(
             aten.cat.default,

@@ -79,32 +79,44 @@ class FakeValues:
         with in_kernel_invocation_manager(self._mode), no_dispatch():
             return value.as_strided(value.size(), value.stride(), value.storage_offset())
 
-    def refresh_views(self, base: fx.Node, views: Sequence[fx.Node], replaced: fx.Node) -> list[tuple[fx.Node, Any]]:
-        """Recompute the values of pure views of `base`, which took the place of `replaced`; returns what they were."""
-        before: list[tuple[fx.Node, Any]] = []
-        lists: dict[fx.Node, Sequence[torch.Tensor]] = {}
-        for view in views:
-            if not isinstance(view.meta.get("val"), torch.Tensor | list | tuple):
-                continue
+    def aliases(self, replaced: fx.Node, by: fx.Node) -> Iterator[tuple[fx.Node, Any]]:
+        """Every node whose value shares the storage of `replaced`, with its value in the storage of `by`.
 
-            def value_of(node: fx.Node) -> Any:
-                node = base if node is replaced else node
-                return lists[node] if node in lists else self._meta_of[node]
+        Views of all kinds and writes in place: whoever decides by shared storage what may be reused must see them on
+        the storage that they now read. Nodes are found through users, so that others which only share a recorded
+        value (rematerialised clones do) are left alone.
+        """
+        before, after = replaced.meta["val"], self._meta_of[by]
+        storage = before.untyped_storage()._cdata
+        shift = (after.storage_offset() - before.storage_offset()) * before.element_size()
+        seen = {replaced}
+        stack = [replaced]
+        while stack:
+            for user in stack.pop().users:
+                value = user.meta.get("val")
+                parts = value if isinstance(value, list | tuple) else (value,)
+                if user in seen or not any(_is_stored_in(part, storage) for part in parts):
+                    continue
+                seen.add(user)
+                stack.append(user)
+                moved = [self._moved(part, after, shift) if _is_stored_in(part, storage) else part for part in parts]
+                yield user, moved[0] if parts is not value else moved
 
-            try:
-                args = fx.map_arg(view.args, value_of)
-                kwargs = fx.map_arg(view.kwargs, value_of)
-            except KeyError:
-                continue
-            assert callable(view.target)
-            result = view.target(*args, **kwargs)
-            before.append((view, view.meta["val"]))
-            if isinstance(result, torch.Tensor):
-                self.set(view, result)
-            else:
-                lists[view] = list(result)
-                self.set_list(view, lists[view])
-        return before
+    def _moved(self, value: FakeTensor, onto: torch.Tensor, shift: int) -> FakeTensor:
+        """The same view of another storage, `shift` bytes further on."""
+        start = value.storage_offset()
+        if type(start) is not int or any(type(number) is not int for number in (*value.shape, *value.stride())):
+            return value
+        offset, rest = divmod(start * value.element_size() + shift, value.element_size())
+        if rest:
+            return value
+        meta = torch.empty(0, dtype=value.dtype, device="meta")
+        meta.set_(onto.untyped_storage(), offset, tuple(value.shape), value.stride())
+        return FakeTensor(self._mode, meta, self._device)
+
+
+def _is_stored_in(value: Any, storage: int) -> bool:
+    return isinstance(value, FakeTensor) and value.untyped_storage()._cdata == storage
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -58,23 +58,19 @@ class Journal:
         node.kwargs = {}
 
     def set_meta(self, node: fx.Node, key: str, value: Any) -> None:
-        self.note_meta(node, key, node.meta.get(key, _ABSENT))
+        self._meta.append((node, key, node.meta.get(key, _ABSENT)))
         node.meta[key] = value
-
-    def note_meta(self, node: fx.Node, key: str, before: Any) -> None:
-        """Remember what metadata was before a change made elsewhere."""
-        self._meta.append((node, key, before))
 
     def replace_uses(self, old: fx.Node, new: fx.Node) -> None:
         """Have every user of `old` read `new`, once `redirect` is called."""
         self._replaced[old] = new
 
+    def current(self, node: fx.Node) -> fx.Node:
+        """What stands for `node` once uses are redirected."""
+        return self._replaced.get(node, node)
+
     def redirect(self) -> None:
         """Rewrite the arguments of each affected user once, however many of its inputs were replaced."""
-
-        def current(node: fx.Node) -> fx.Node:
-            return self._replaced.get(node, node)
-
         hooks = getattr(self.graph.owning_module, "_replace_hooks", None) or ()
         users = dict.fromkeys(user for old in self._replaced for user in old.users)
         for user in users:
@@ -82,9 +78,9 @@ class Journal:
                 if source in self._replaced:
                     for hook in hooks:
                         hook(old=source, new=self._replaced[source].name, user=user)
-            user.args = fx.map_arg(user.args, current)
+            user.args = fx.map_arg(user.args, self.current)
             if user.kwargs:
-                user.kwargs = fx.map_arg(user.kwargs, current)
+                user.kwargs = fx.map_arg(user.kwargs, self.current)
 
     def obsolete(self, node: fx.Node) -> None:
         """Erase `node` at commit, after those noted before it."""
