@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bucketplan_client.transport import PlanClient
 from demojob.bucketing import Bucketed, bucket_graph
 from demojob.corpus import read_corpus, sample_batch
 from demojob.fsdp import FsdpPolicy, RankGroup, ShardedGraph, shard_graph
@@ -28,6 +27,8 @@ from demojob.model import Transformer, TransformerConfig
 from demojob.trace import trace_joint
 from demojob.training import Trainer, shards_of
 from torch import Tensor
+
+from bucketplan_client import PlanClient
 
 WAYS = ("none", "size", "module")
 BATCH = 4
@@ -59,7 +60,6 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--server", required=True, help="address of the planning server")
-    parser.add_argument("--cache", type=Path, required=True, help="folder of the client's plan cache")
     parser.add_argument("--out", type=Path, required=True, help="folder for result.json")
     parser.add_argument("--steps", type=int, default=20)
     return parser.parse_args()
@@ -80,9 +80,10 @@ def _train(args: argparse.Namespace) -> None:
     ways: dict[str, Way] = {}
     with PlanClient(args.server, rank=rank, job="demo") as client:
         for name in WAYS:
-            bucketed = bucket_graph(_copy_of(graph), name, model=model, client=client, cache=args.cache)
-            shards = shards_of(model, graph, dict.fromkeys(graph.param_names, (rank, world)))
-            ways[name] = Way(bucketed, Trainer(bucketed.graph, shards, list(model.buffers())))
+            own = _copy_of(graph)
+            bucketed = bucket_graph(own, name, model=model, client=client)
+            shards = shards_of(model, own, dict.fromkeys(own.param_names, (rank, world)))
+            ways[name] = Way(bucketed, Trainer(own, shards, list(model.buffers())))
             _say(
                 f"{name:>6}: plan {bucketed.signature[:12]}, "
                 f"{bucketed.num_before} collectives became {bucketed.num_after} a step"
