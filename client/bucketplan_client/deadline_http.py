@@ -14,7 +14,8 @@ from contextvars import ContextVar
 from typing import Any
 
 import httpcore
-import httpx
+
+from bucketplan_client.lean_httpx import httpx
 
 __all__ = ["DeadlineTransport", "deadline"]
 

@@ -20,8 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
-
+from bucketplan_client.lean_httpx import httpx
 from bucketplan_client.transport import PlanClient, content_digest
 from bucketplan_core.errors import BucketplanError, DecodeError, PlannerUnavailable, SchemaVersionError
 from bucketplan_core.plan import Plan

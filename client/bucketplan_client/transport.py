@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
-import httpx
 import tenacity
 
 from bucketplan_client.deadline_http import DeadlineTransport, deadline
@@ -32,6 +31,7 @@ from bucketplan_client.errors import (
     ServerUnreachable,
     Where,
 )
+from bucketplan_client.lean_httpx import httpx
 from bucketplan_core.errors import DecodeError, SignatureMismatch
 from bucketplan_core.plan import Plan
 from bucketplan_core.profile import CostProfile
