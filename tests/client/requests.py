@@ -1,6 +1,7 @@
 """Small requests, made by hand, that plan in no time."""
 
 from bucketplan_core import Candidate, Group, Options, Request
+from bucketplan_core.epoch import Epoch
 
 
 def small_request(
@@ -41,4 +42,14 @@ def small_request(
             strategy="size", planner="size/1", bucket_cap_bytes=cap_bytes, first_bucket_cap_bytes=cap_bytes
         ),
         phase="forward",
+    )
+
+
+def small_epoch(*, job: str = "llama", overrides: dict[str, str] | None = None, cap_bytes: int = 10_000) -> Epoch:
+    """An epoch of `job` with the options of `small_request`."""
+    return Epoch.build(
+        job=job,
+        options=small_request(cap_bytes=cap_bytes).options,
+        topology={"fsdp": 1},
+        overrides=overrides or {},
     )
