@@ -197,7 +197,8 @@ class CostModel:
         live = as_int64(self.live_bytes)
         if not len(live):
             return np.zeros(1, dtype=np.int64)
-        return np.minimum(np.append(live, live[-1]), np.insert(live, 0, live[0]))
+        least: Int64Array = np.minimum(np.append(live, live[-1]), np.insert(live, 0, live[0]))
+        return least
 
     @cached_property
     def static_bytes(self) -> Int64Array:

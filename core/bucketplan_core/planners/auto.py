@@ -1,0 +1,105 @@
+"""`auto`: the buckets, launches and waits of least simulated step time within the memory budget.
+
+Under placement `scheduled` it chooses grouping, launch and wait points, under `original` the grouping only. Without
+figures of the hardware it does not pretend: it plans as `size` does at the request's caps and says so in the
+assessment.
+
+`memory_budget_bytes` bounds the peak of activations and collectives' buffers as the simulator counts them. Its
+default is the peak of the graph as traced plus the larger of 1 GiB and the two largest module blocks, which is what
+one block in use and one ahead need. A budget that no plan meets is an error that names the least one. `prefetch` is
+the depth that the baselines are issued at; `auto` itself issues as far ahead as the budget lets it, and one bucket
+ahead is the space in which its lane planner is exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bucketplan_core.bound import lower_bound_ns
+from bucketplan_core.cost import CostModel
+from bucketplan_core.errors import PlanningError
+from bucketplan_core.planners.auto_groups import block_of
+from bucketplan_core.planners.auto_place import ORIGINAL, Ahead, Trial, Workbench
+from bucketplan_core.planners.auto_search import Search
+from bucketplan_core.planners.base import Proposal
+from bucketplan_core.planners.simple import SizePlanner
+from bucketplan_core.profile import CostProfile
+from bucketplan_core.request import Request
+from bucketplan_core.schedule import Placement
+from bucketplan_core.wire import WireValue
+
+__all__ = ["AutoPlanner", "default_budget_bytes"]
+
+_GIB = 2**30
+
+
+def default_budget_bytes(cost: CostModel) -> int:
+    """The memory budget where the request leaves it open: peak as traced plus max(1 GiB, the two largest blocks)."""
+    alone = [(m,) for m in range(len(cost.request.candidates))]
+    as_traced = Workbench(cost, None).evaluate(alone, ORIGINAL)
+    assert as_traced is not None  # the original schedule is legal by construction of requests
+    blocks: dict[str, int] = {}
+    for index, candidate in enumerate(cost.request.candidates):
+        if candidate.kind == "fsdp_all_gather" or (candidate.is_gather and cost.request.phase == "backward"):
+            name = block_of(cost.request, index)
+            blocks[name] = blocks.get(name, 0) + candidate.full_bytes
+    return as_traced.peak_bytes + max(_GIB, sum(sorted(blocks.values())[-2:]))
+
+
+class AutoPlanner:
+    """Least simulated step time; never worse than `none` and `size` at the usual caps within the same budget."""
+
+    version = "auto/1"
+    uses_profile = True
+
+    def propose(self, request: Request, profile: CostProfile) -> Proposal:
+        if request.options.hardware is None:
+            proposal = SizePlanner().propose(request, profile)
+            return Proposal(
+                proposal.placements,
+                {"fallback": "hardware is unknown: planned as size/1 at the caps given; name a preset or measure one"},
+            )
+        cost = CostModel.build(request, profile)
+        given = request.options.memory_budget_bytes
+        budget = default_budget_bytes(cost) if given is None else given
+        bench = Workbench(cost, budget)
+        search = Search(bench=bench, bound_ns=lower_bound_ns(cost), placement=request.options.placement)
+        best = search.run() or self._leanest(bench, request)
+        return Proposal(_in_launch_order(best), self._notes(search, best, budget, given is None))
+
+    def _leanest(self, bench: Workbench, request: Request) -> Trial:
+        """The plan of least memory, where the search found none within the budget; an error if even that exceeds it."""
+        assert bench.budget_bytes is not None
+        unbounded = Workbench(bench.cost, None)
+        alone = [(m,) for m in range(len(request.candidates))]
+        plans = [unbounded.evaluate(alone, ORIGINAL)]
+        if request.options.placement != "original":
+            plans += [unbounded.lean(), unbounded.evaluate(alone, Ahead(0))]
+        least = min((plan for plan in plans if plan is not None), key=lambda plan: (plan.peak_bytes, plan.rank))
+        if least.peak_bytes > bench.budget_bytes:
+            raise PlanningError(
+                "memory_budget_bytes",
+                bench.budget_bytes,
+                f"no plan stays within it; the least peak, every candidate alone at its latest launch, is "
+                f"{least.peak_bytes} bytes",
+            )
+        return least
+
+    def _notes(self, search: Search, best: Trial, budget: int, is_default: bool) -> dict[str, WireValue]:
+        rule = best.rule
+        return {
+            "memory_budget_bytes": budget,
+            "memory_budget_is_default": is_default,
+            "search": {
+                "exact": search.exact,
+                "exact_reasons": list(search.exact_reasons),
+                "issued_ahead_permille": rule.permille if isinstance(rule, Ahead) else None,
+                "rule": "ahead" if isinstance(rule, Ahead) else rule.name,
+                "simulated_steps": search.bench.spent,
+                "trials": search.tried,
+            },
+        }
+
+
+def _in_launch_order(trial: Trial) -> list[Placement]:
+    return [replace(placement) for placement in trial.placements]
