@@ -7,10 +7,11 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+from bucketplan_core.epoch import Epoch
 from bucketplan_server.http.negotiation import MSGPACK_TYPE
 from bucketplan_server.store.plans import PlanRow
 
-__all__ = ["Entry", "PlanMemory", "Served", "build_entry"]
+__all__ = ["Entry", "EpochMemory", "PlanMemory", "Served", "build_entry", "fixed_key", "plan_headers"]
 
 _WORTH_COMPRESSING_BYTES = 1024
 """Below this a gzip header and the work of inflating cost more than the bytes that are saved."""
@@ -131,3 +132,25 @@ class PlanMemory:
         entry = self._entries.pop(signature, None)
         if entry is not None:
             self.size_bytes -= entry.size_bytes
+
+
+def fixed_key(signature: str, digest: str) -> str:
+    """Where the revision that an epoch fixed is kept, beside the entries of signatures."""
+    return f"{signature}:{digest}"
+
+
+class EpochMemory:
+    """The epochs read last, by id."""
+
+    def __init__(self, most: int = 4096) -> None:
+        self._most = most
+        self._epochs: OrderedDict[str, Epoch] = OrderedDict()
+
+    def get(self, epoch: str) -> Epoch | None:
+        return self._epochs.get(epoch)
+
+    def put(self, epoch: Epoch) -> None:
+        self._epochs[epoch.id] = epoch
+        self._epochs.move_to_end(epoch.id)
+        while len(self._epochs) > self._most:
+            self._epochs.popitem(last=False)

@@ -17,6 +17,7 @@ from bucketplan_server import __version__
 from bucketplan_server.http.app import build_app
 from bucketplan_server.http.front import Front
 from bucketplan_server.http.state import AppState
+from bucketplan_server.jobs.service import JobService
 from bucketplan_server.limits import prepare_limits
 from bucketplan_server.metrics import Metrics
 from bucketplan_server.planner.pool import PlannerPool
@@ -42,7 +43,8 @@ async def open_state(settings: Settings) -> AsyncIterator[AppState]:
     )
     metrics = Metrics()
     plans = PlanService(settings, store, pool, metrics)
-    state = AppState(settings=settings, store=store, pool=pool, plans=plans, metrics=metrics)
+    jobs = JobService(settings, store, plans, metrics)
+    state = AppState(settings=settings, store=store, pool=pool, plans=plans, jobs=jobs, metrics=metrics)
     metrics.read_from("bucketplan_store_errors_total", lambda: store.errors)
     metrics.read_from("bucketplan_planner_crashes_total", lambda: pool.crashes)
     metrics.read_from("bucketplan_ready", lambda: 0.0 if state.draining else 1.0)
@@ -72,6 +74,7 @@ async def _serve(settings: Settings) -> None:
         front = Front(
             build_app(state),
             memory=state.plans.memory,
+            epochs=state.plans.epochs,
             metrics=state.metrics,
             max_body_bytes=settings.max_body_bytes,
         )
@@ -118,7 +121,7 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         seconds = 0.0 if self._state.draining else self._state.settings.drain_seconds
-        self._state.draining = True
+        self._state.draining = self._state.plans.stopping = True
         self._end_at = time.monotonic() + seconds
         self._log.info("server.draining", signal=signal.Signals(sig).name, seconds=seconds)
 

@@ -8,8 +8,9 @@ import time
 
 import structlog
 
+from bucketplan_core.epoch import Epoch
 from bucketplan_core.errors import SignatureMismatch
-from bucketplan_server.memory import Entry, PlanMemory, build_entry
+from bucketplan_server.memory import Entry, EpochMemory, PlanMemory, Served, build_entry, fixed_key
 from bucketplan_server.metrics import Metrics
 from bucketplan_server.planner.planned import PlanJob
 from bucketplan_server.planner.pool import PlannerPool
@@ -17,7 +18,15 @@ from bucketplan_server.problems import Problem, refuse
 from bucketplan_server.settings import Settings
 from bucketplan_server.store.engine import Store, StoreError
 from bucketplan_server.store.events import Cause
-from bucketplan_server.store.plans import Damaged, PlanRow, load_active, quarantine_revision, store_planned
+from bucketplan_server.store.jobs import load_epoch
+from bucketplan_server.store.plans import (
+    Damaged,
+    PlanRow,
+    load_active,
+    load_revision,
+    quarantine_revision,
+    store_planned,
+)
 
 __all__ = ["Pending", "PlanService", "unknown_signature"]
 
@@ -42,6 +51,8 @@ class PlanService:
         self._loads: dict[str, asyncio.Task[Entry | None]] = {}
         self._arrivals: dict[str, set[asyncio.Event]] = {}
         self._waiters = 0
+        self.epochs = EpochMemory()
+        self.stopping = False
         self._log = structlog.get_logger("bucketplan_server")
         metrics.read_from("bucketplan_plannings_in_progress", lambda: len(self._flights))
         metrics.read_from("bucketplan_waiters", lambda: self._waiters)
@@ -93,6 +104,60 @@ class PlanService:
             self._metrics.count("bucketplan_single_flight_waits_total")
         entry, stored = await self._join(flight, self._settings.plan_wait_seconds)
         return entry, mine and stored
+
+    async def epoch(self, epoch: str) -> Epoch | None:
+        """The epoch of this id, None if no attempt was opened under it."""
+        known = self.epochs.get(epoch)
+        if known is not None:
+            return known
+        try:
+            found = await load_epoch(self._store, epoch)
+        except StoreError as error:
+            raise self.store_unavailable(error) from None
+        if found is not None:
+            self.epochs.put(found)
+        return found
+
+    async def under(self, entry: Entry, epoch: str | None) -> Served:
+        """What a caller gets of an entry: under an epoch what it fixed, else the active revision."""
+        if epoch is None:
+            return entry.active
+        found = await self.epoch(epoch)
+        if found is None:
+            raise Problem("unknown-epoch", f"no attempt was opened under epoch {epoch}", fields={"epoch": epoch})
+        signature = entry.first.row.signature
+        digest = found.digest_for(signature)
+        if digest is None:
+            return entry.first
+        served = await self._fixed(signature, digest)
+        if served is None:
+            raise Problem(
+                "unknown-revision",
+                f"epoch {epoch} fixes decision {digest} for this signature, which this store does not hold",
+                fields={"signature": signature, "digest": digest, "epoch": epoch},
+            )
+        return served
+
+    async def revision(self, signature: str, digest: str) -> PlanRow | None:
+        """The revision of `signature` with this decision, None where the store has none."""
+        served = await self._fixed(signature, digest)
+        return None if served is None else served.row
+
+    async def _fixed(self, signature: str, digest: str) -> Served | None:
+        kept = self.memory.get(fixed_key(signature, digest))
+        if kept is not None:
+            return kept.active
+        try:
+            row = await load_revision(self._store, signature, digest)
+        except Damaged as damaged:
+            raise await self._quarantine(damaged) from None
+        except StoreError as error:
+            raise self.store_unavailable(error) from None
+        if row is None:
+            return None
+        entry = await asyncio.to_thread(build_entry, row, row)
+        self.memory.put(fixed_key(signature, digest), entry)
+        return entry.active
 
     async def reload(self, signature: str) -> None:
         """Forget what is in memory of a signature, so that the next answer comes from the store."""

@@ -10,6 +10,12 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
+from bucketplan_core.collectives import Options
+from bucketplan_core.epoch import complete_options
+from bucketplan_core.errors import BucketplanError, DecodeError
+from bucketplan_core.planners import current_version
+from bucketplan_core.wire import from_json
+
 __all__ = ["Settings", "SettingsError", "load_settings"]
 
 
@@ -55,6 +61,11 @@ class Settings(BaseSettings):
     expected_connections: int = Field(
         4096, ge=1, description="connections that must fit the limit of open files, checked at start"
     )
+    planning_defaults: str = Field(
+        "{}",
+        description="JSON object of planning options for what the leader of an attempt leaves open",
+    )
+    stall_seconds: float = Field(60.0, gt=0, description="time after which an opening that misses ranks is stalled")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
     log_format: Literal["json", "console"] = Field("json", description="one JSON object a line, or coloured text")
 
@@ -73,6 +84,20 @@ class Settings(BaseSettings):
             raise ValueError(f"{backend} is not supported; use a SQLite file or postgresql://")
         return value
 
+    @field_validator("planning_defaults")
+    @classmethod
+    def _known_options(cls, value: str) -> str:
+        try:
+            _read_options(value)
+        except BucketplanError as error:
+            raise ValueError(str(error)) from None
+        return value
+
+    @property
+    def default_options(self) -> Options:
+        """Complete planning options: the built-in ones with `planning_defaults` over them."""
+        return _read_options(self.planning_defaults)
+
     @property
     def sqlite_path(self) -> Path | None:
         """The file of the SQLite store, None when another store is set."""
@@ -84,6 +109,14 @@ class Settings(BaseSettings):
     @property
     def listens_on_loopback(self) -> bool:
         return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+
+def _read_options(text: str) -> Options:
+    tree = from_json(text.encode())
+    if not isinstance(tree, dict):
+        raise DecodeError("planning_defaults", tree, "must be a JSON object of planning options")
+    built_in = Options(strategy="size", planner=current_version("size"))
+    return complete_options(tree, built_in, path="planning_defaults")
 
 
 def load_settings(**flags: object) -> Settings:

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from bucketplan_server.http.answers import problem_answer
 from bucketplan_server.http.bodies import too_large
 from bucketplan_server.http.negotiation import MSGPACK_TYPE
-from bucketplan_server.memory import PlanMemory
+from bucketplan_server.memory import EpochMemory, PlanMemory, fixed_key
 from bucketplan_server.metrics import Metrics
 from bucketplan_server.problems import Problem
 
@@ -32,9 +32,12 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}\Z")
 class Front:
     """An ASGI application around another one."""
 
-    def __init__(self, app: ASGIApp, *, memory: PlanMemory, metrics: Metrics, max_body_bytes: int) -> None:
+    def __init__(
+        self, app: ASGIApp, *, memory: PlanMemory, epochs: EpochMemory, metrics: Metrics, max_body_bytes: int
+    ) -> None:
         self._app = app
         self._memory = memory
+        self._epochs = epochs
         self._tallies = metrics.tallies
         self._statuses = metrics.statuses
         self._max_body_bytes = max_body_bytes
@@ -61,6 +64,7 @@ class Front:
             return None
         wants_msgpack = gzip = False
         known = b""
+        epoch_id: bytes | None = None
         for name, value in scope["headers"]:
             if name == b"accept":
                 if value != _MSGPACK:
@@ -73,13 +77,25 @@ class Front:
             elif name == b"if-none-match":
                 known = value
             elif name == b"bucketplan-epoch":
-                return None
+                epoch_id = value
         if not wants_msgpack:
             return None
-        entry = self._memory.get(path[len(_PREFIX) :])
+        signature = path[len(_PREFIX) :]
+        entry = self._memory.get(signature)
         if entry is None:
             return None
         served = entry.active
+        if epoch_id is not None:
+            epoch = self._epochs.get(epoch_id.decode("latin-1"))
+            if epoch is None:
+                return None
+            served = entry.first
+            digest = epoch.digest_for(signature)
+            if digest is not None:
+                fixed = self._memory.get(fixed_key(signature, digest))
+                if fixed is None:
+                    return None
+                served = fixed.active
         if known and served.etag in known:
             return served.not_modified
         if gzip and served.gzipped is not None:

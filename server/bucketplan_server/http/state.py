@@ -8,6 +8,7 @@ from typing import Annotated
 from fastapi import Depends
 from starlette.requests import Request
 
+from bucketplan_server.jobs.service import JobService
 from bucketplan_server.metrics import Metrics
 from bucketplan_server.planner.pool import PlannerPool
 from bucketplan_server.service import PlanService
@@ -26,6 +27,7 @@ class AppState:
     store: Store
     pool: PlannerPool
     plans: PlanService
+    jobs: JobService
     metrics: Metrics
     draining: bool = field(default=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, RowMapping, and_, select
@@ -24,12 +25,14 @@ __all__ = [
     "PlanRow",
     "insert_or_ignore",
     "load_active",
+    "load_requests",
     "load_revision",
     "quarantine_revision",
     "store_planned",
 ]
 
 PLANNER_REVISION = 1
+_KEYS_PER_QUERY = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,18 @@ async def load_revision(store: Store, signature: str, digest: str) -> PlanRow | 
         )
         row = (await connection.execute(query)).mappings().first()
     return None if row is None else _checked(row)
+
+
+async def load_requests(store: Store, wanted: Collection[str]) -> dict[str, bytes]:
+    """Canonical requests by signature, of those that are stored."""
+    found: dict[str, bytes] = {}
+    ordered = sorted(wanted)
+    async with store.read() as connection:
+        for start in range(0, len(ordered), _KEYS_PER_QUERY):
+            names = ordered[start : start + _KEYS_PER_QUERY]
+            query = select(signatures.c.signature, signatures.c.request).where(signatures.c.signature.in_(names))
+            found.update({row.signature: row.request for row in await connection.execute(query)})
+    return found
 
 
 async def store_planned(store: Store, planned: Planned, cause: Cause) -> tuple[PlanRow, PlanRow, bool]:

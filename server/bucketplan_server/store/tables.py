@@ -16,9 +16,22 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    UniqueConstraint,
 )
 
-__all__ = ["active", "events", "metadata", "profiles", "quarantine", "revisions", "signatures"]
+__all__ = [
+    "active",
+    "attempts",
+    "epochs",
+    "events",
+    "job_signatures",
+    "metadata",
+    "profiles",
+    "quarantine",
+    "reports",
+    "revisions",
+    "signatures",
+]
 
 metadata = MetaData(
     naming_convention={
@@ -114,3 +127,47 @@ quarantine = Table(
     Column("detail", Text, nullable=False),
 )
 """Revisions whose bytes no longer are what their digest says; never served until an operator restored them."""
+
+epochs = Table(
+    "epochs",
+    metadata,
+    Column("epoch", _DIGEST, primary_key=True),
+    Column("content", LargeBinary, nullable=False),
+    Column("created_ns", BigInteger, nullable=False),
+)
+"""Epochs by id, canonical bytes."""
+
+attempts = Table(
+    "attempts",
+    metadata,
+    Column("job", Text, primary_key=True),
+    Column("attempt", Integer, primary_key=True, autoincrement=False),
+    Column("key", Text, nullable=False),
+    Column("request", LargeBinary, nullable=False),
+    Column("epoch", _DIGEST, ForeignKey("epochs.epoch"), nullable=False),
+    Column("opened_ns", BigInteger, nullable=False),
+    Column("actor", Text, nullable=False),
+    UniqueConstraint("job", "key", name="uq_attempts_job"),
+)
+"""Starts of jobs, numbered here; `request` is the leader's whole body, `key` its nonce."""
+
+reports = Table(
+    "reports",
+    metadata,
+    Column("job", Text, primary_key=True),
+    Column("attempt", Integer, primary_key=True, autoincrement=False),
+    Column("rank", Integer, primary_key=True, autoincrement=False),
+    Column("slot", Text, primary_key=True),
+    Column("ordinal", Integer, primary_key=True, autoincrement=False),
+    Column("report", LargeBinary, nullable=False),
+    Column("received_ns", BigInteger, nullable=False),
+)
+"""What ranks reported, canonical bytes; the first report under a name stays."""
+
+job_signatures = Table(
+    "job_signatures",
+    metadata,
+    Column("job", Text, primary_key=True),
+    Column("signature", _DIGEST, primary_key=True),
+)
+"""Signatures that a job has reported: those whose activations enter its next epoch."""

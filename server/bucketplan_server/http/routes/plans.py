@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query
@@ -13,7 +14,6 @@ from bucketplan_server.http.bodies import read_body, read_plan_body
 from bucketplan_server.http.describe import DIGEST, PLAN, body_of, both, obj, problems
 from bucketplan_server.http.negotiation import Encoding, body_encoding
 from bucketplan_server.http.state import State, cause_of
-from bucketplan_server.memory import Entry, Served
 from bucketplan_server.problems import Problem
 from bucketplan_server.service import Pending, unknown_signature
 
@@ -47,6 +47,7 @@ _PENDING = both(
             "invalid-parameter",
             "unknown-signature",
             "unknown-epoch",
+            "unknown-revision",
             "not-acceptable",
             "busy",
             "store-unavailable",
@@ -67,7 +68,7 @@ async def get_plan(
         return _pending(signature, encoding, state)
     if entry is None:
         raise unknown_signature(signature)
-    return plan_answer(request, _select(request, entry), encoding)
+    return plan_answer(request, await state.plans.under(entry, _epoch(request)), encoding)
 
 
 @router.post(
@@ -93,6 +94,8 @@ async def get_plan(
             "unknown-planner",
             "cannot-plan",
             "unknown-epoch",
+            "unknown-revision",
+            "invalid-parameter",
             "busy",
             "planner-failed",
             "store-unavailable",
@@ -114,14 +117,19 @@ async def post_plan(request: Request, state: State) -> Response:
         entry, created = await state.plans.post(signature, encoded, profile, cause_of(request, "first request"))
     except Pending:
         return _pending(signature, encoding, state)
-    return plan_answer(request, _select(request, entry), encoding, status=201 if created else 200)
+    served = await state.plans.under(entry, _epoch(request))
+    return plan_answer(request, served, encoding, status=201 if created else 200)
 
 
-def _select(request: Request, entry: Entry) -> Served:
+def _epoch(request: Request) -> str | None:
     epoch = request.headers.get("bucketplan-epoch")
-    if epoch is not None:
-        raise Problem("unknown-epoch", f"no attempt was opened under epoch {epoch}", fields={"epoch": epoch})
-    return entry.active
+    if epoch is not None and not re.fullmatch("[0-9a-f]{64}", epoch):
+        raise Problem(
+            "invalid-parameter",
+            f"Bucketplan-Epoch is {epoch[:80]!r}; it must be an epoch id, 64 lower-case hex characters",
+            fields={"path": "Bucketplan-Epoch", "value": epoch[:80]},
+        )
+    return epoch
 
 
 def _pending(signature: str, encoding: Encoding, state: State) -> Response:

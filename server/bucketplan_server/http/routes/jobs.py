@@ -1,0 +1,231 @@
+"""Attempts of jobs: the leader opens, ranks report, people look."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from bucketplan_core.attempt import MAX_RANK, AttemptRequest, RankReport
+from bucketplan_core.errors import BucketplanError
+from bucketplan_core.fields import Fields
+from bucketplan_core.plan import Plan
+from bucketplan_core.wire import WireValue
+from bucketplan_server.http.answers import answer, wanted_encoding
+from bucketplan_server.http.bodies import read_document
+from bucketplan_server.http.describe import DIGEST, body_of, both, obj, problems
+from bucketplan_server.http.negotiation import body_encoding
+from bucketplan_server.http.state import State, cause_of
+from bucketplan_server.problems import refuse
+from bucketplan_server.store.jobs import Attempt
+
+__all__ = ["router"]
+
+router = APIRouter()
+
+Job = Annotated[str, Path(pattern="^[A-Za-z0-9][A-Za-z0-9._:-]{0,199}$", description="name of the job")]
+Number = Annotated[int, Path(ge=1, le=MAX_RANK, description="number of the attempt")]
+_MAX_REPORTS = 20_000
+_TEXT = {"type": "string"}
+_COUNT = {"type": "integer"}
+_RANKS = {"type": "array", "items": _COUNT}
+_MAP: dict[str, Any] = {"type": "object"}
+
+_OPEN_BODY = obj(
+    {
+        "held_epoch": {
+            "type": ["object", "null"],
+            "description": "epoch of an attempt that runs; it is adopted",
+        },
+        "key": {"type": "string", "description": "nonce of this start; repeating the call with it is harmless"},
+        "options": {"type": "object", "description": "planning options that the user gave"},
+        "participants": {
+            "type": "object",
+            "description": "rank lists of each role's groups; empty where unknown",
+            "additionalProperties": {"type": "array", "items": _RANKS},
+        },
+        "topology": {"type": "object", "additionalProperties": _COUNT, "description": "hosts that each role spans"},
+        "uuid": {"type": ["string", "null"]},
+    }
+)
+_OPENED = obj(
+    {"attempt": _COUNT, "epoch": _MAP, "epoch_id": DIGEST, "overrides": {"type": "array", "items": _MAP}},
+    description="an override is {signature, digest, plan}; plan as GET /v1/plans/{signature} answers it",
+)
+_REPORT = obj(
+    {
+        "decision": {"type": ["string", "null"]},
+        "digests": {"type": "object", "description": "group digests by role"},
+        "graph_hash": {"type": ["string", "null"]},
+        "members": {"type": "object", "description": "ranks of this rank's group by role, in group order"},
+        "ordinal": _COUNT,
+        "rank": _COUNT,
+        "signature": {"type": ["string", "null"]},
+        "skipped": {"type": "array", "items": _TEXT},
+        "slot": {"type": "string", "description": "`open` for the opening, else the graph: joint, forward, backward"},
+        "statistics": {"type": "object", "description": "counts of the rewrite"},
+        "uuid": {"type": ["string", "null"]},
+    }
+)
+_STATUS = obj(
+    {"attempt": _COUNT, "epoch_id": DIGEST, "groups": {"type": "array", "items": _MAP}, "job": _TEXT, "opening": _MAP}
+)
+
+
+@router.post(
+    "/v1/jobs/{job}/attempts",
+    status_code=200,
+    summary="Open an attempt: number it and fix its epoch",
+    openapi_extra=body_of(_OPEN_BODY, "sent by one rank of the job, the leader"),
+    responses={
+        200: both(_OPENED, "the attempt that was opened under this key"),
+        201: both(_OPENED, "a new attempt"),
+        **problems(
+            "invalid-body",
+            "invalid-parameter",
+            "not-acceptable",
+            "conflict",
+            "body-too-large",
+            "unsupported-media-type",
+            "schema-version",
+            "unknown-planner",
+            "store-unavailable",
+            "quarantined",
+        ),
+    },
+)
+async def open_attempt(request: Request, state: State, job: Job) -> Response:
+    encoding = wanted_encoding(request, default=body_encoding(request.headers.get("content-type")))
+    fields = await read_document(request)
+    try:
+        body = AttemptRequest.read(fields)
+    except BucketplanError as error:
+        raise refuse(error).problem() from None
+    opened = await state.jobs.open(job, body, cause_of(request, "attempt opened"))
+    overrides: list[WireValue] = [
+        {
+            "digest": row.digest,
+            "plan": row.plan if encoding == "msgpack" else Plan.decode(row.plan).to_people(),
+            "signature": row.signature,
+        }
+        for row in opened.overrides
+    ]
+    tree: dict[str, WireValue] = {
+        "attempt": opened.attempt.attempt,
+        "epoch": opened.epoch.to_wire(),
+        "epoch_id": opened.epoch.id,
+        "overrides": overrides,
+    }
+    return answer(tree, encoding, status=201 if opened.created else 200)
+
+
+@router.get(
+    "/v1/jobs/{job}/attempts",
+    summary="Attempts of a job, the newest first",
+    responses={
+        200: both(obj({"attempts": {"type": "array", "items": _MAP}}), "at most `limit` of them"),
+        **problems("invalid-parameter", "not-acceptable", "store-unavailable"),
+    },
+)
+async def list_attempts(
+    request: Request,
+    state: State,
+    job: Job,
+    before: Annotated[int | None, Query(ge=1, le=MAX_RANK, description="only attempts below this number")] = None,
+    limit: Annotated[int, Query(ge=1, le=1000, description="most attempts answered")] = 100,
+) -> Response:
+    encoding = wanted_encoding(request)
+    found = await state.jobs.attempts(job, before=before, limit=limit)
+    return answer({"attempts": [_brief(attempt) for attempt in found]}, encoding)
+
+
+@router.get(
+    "/v1/jobs/{job}/attempts/{attempt}",
+    summary="The state of an attempt: who is missing, which groups agree, where they differ",
+    responses={
+        200: both(_STATUS, "the state"),
+        304: {"description": "it is as the caller knows it"},
+        **problems("invalid-parameter", "not-acceptable", "unknown-attempt", "store-unavailable"),
+    },
+)
+async def get_attempt(
+    request: Request,
+    state: State,
+    job: Job,
+    attempt: Number,
+    wait: Annotated[
+        int, Query(ge=0, le=600, description="seconds to wait for a change from the state that If-None-Match names")
+    ] = 0,
+) -> Response:
+    encoding = wanted_encoding(request)
+    found = await state.jobs.attempt(job, attempt)
+    seen = request.headers.get("if-none-match", "").removeprefix("W/").strip('"')
+    if seen and wait:
+        await state.jobs.wait_for_change(found, seen, wait)
+    version = await state.jobs.version(found)
+    headers = {"ETag": f'W/"{version}"', "Cache-Control": "no-cache", "Vary": "Accept"}
+    if seen == version:
+        return Response(status_code=304, headers=headers)
+    return answer(await state.jobs.status(found), encoding, headers=headers)
+
+
+@router.post(
+    "/v1/jobs/{job}/attempts/{attempt}/reports",
+    summary="Report what ranks did; repeating a report is harmless",
+    openapi_extra=body_of(
+        obj({"reports": {"type": "array", "items": _REPORT, "maxItems": _MAX_REPORTS}}),
+        "a report is named by rank, slot and ordinal; the first one under a name stays",
+    ),
+    responses={
+        200: both(obj({"reports": _COUNT}), "they are stored"),
+        **problems(
+            "invalid-body",
+            "invalid-parameter",
+            "not-acceptable",
+            "unknown-attempt",
+            "conflict",
+            "body-too-large",
+            "unsupported-media-type",
+            "store-unavailable",
+        ),
+    },
+)
+async def post_reports(request: Request, state: State, job: Job, attempt: Number) -> Response:
+    encoding = wanted_encoding(request, default=body_encoding(request.headers.get("content-type")))
+    fields = await read_document(request)
+    try:
+        listed = fields.array("reports", limit=_MAX_REPORTS)
+        fields.finish()
+        reports = [RankReport.read(Fields(value, f"body.reports[{index}]")) for index, value in enumerate(listed)]
+    except BucketplanError as error:
+        raise refuse(error).problem() from None
+    await state.jobs.report(job, attempt, reports, cause_of(request, "report"))
+    return answer({"reports": len(reports)}, encoding)
+
+
+@router.get(
+    "/v1/epochs/{epoch}",
+    summary="The content of an epoch",
+    responses={
+        200: both(_MAP, "the epoch; its canonical encoding hashes to its id"),
+        **problems("invalid-parameter", "not-acceptable", "unknown-epoch", "store-unavailable"),
+    },
+)
+async def get_epoch(
+    request: Request, state: State, epoch: Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="id of the epoch")]
+) -> Response:
+    encoding = wanted_encoding(request)
+    found = await state.jobs.epoch(epoch)
+    headers = {"ETag": f'"{epoch}"' if encoding == "msgpack" else f'W/"{epoch}"', "Vary": "Accept"}
+    return answer(found.to_wire(), encoding, headers={**headers, "Cache-Control": "max-age=31536000, immutable"})
+
+
+def _brief(attempt: Attempt) -> dict[str, WireValue]:
+    return {
+        "attempt": attempt.attempt,
+        "epoch_id": attempt.epoch,
+        "opened_by": attempt.actor,
+        "opened_ns": attempt.opened_ns,
+    }

@@ -1,0 +1,1 @@
+"""Job attempts: opening them under an epoch, and what their ranks reported."""

@@ -1,0 +1,313 @@
+"""Opening attempts, taking reports and answering their state."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from bucketplan_core.attempt import OPEN_SLOT, AttemptRequest, RankReport
+from bucketplan_core.collectives import Options
+from bucketplan_core.epoch import Epoch, complete_options
+from bucketplan_core.errors import BucketplanError
+from bucketplan_core.fields import Fields
+from bucketplan_core.planners import find_planner
+from bucketplan_core.request import Request
+from bucketplan_core.wire import WireValue, unpack
+from bucketplan_server.differences import first_difference
+from bucketplan_server.jobs.status import attempt_status
+from bucketplan_server.metrics import Metrics
+from bucketplan_server.problems import Problem, refuse
+from bucketplan_server.service import PlanService
+from bucketplan_server.settings import Settings
+from bucketplan_server.store.engine import Store, StoreError
+from bucketplan_server.store.events import Cause
+from bucketplan_server.store.jobs import (
+    Attempt,
+    Conflict,
+    load_attempt,
+    load_attempts,
+    load_reports,
+    num_reports,
+    open_attempt,
+    store_reports,
+)
+from bucketplan_server.store.plans import PlanRow, load_requests
+
+__all__ = ["JobService", "Opened"]
+
+_KEPT_DIGESTS = 100_000
+_KEPT_STATES = 64
+_NS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An attempt with its epoch and the bytes of every override, which ranks may need when the server is away."""
+
+    attempt: Attempt
+    epoch: Epoch
+    overrides: tuple[PlanRow, ...]
+    created: bool
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Reports of one attempt and one caller that wait for the next transaction."""
+
+    done: asyncio.Future[list[Conflict | None]]
+    reports: list[RankReport] = field(default_factory=list)
+
+
+class JobService:
+    """Attempts of jobs. Every method raises `Problem` for what a caller must be told."""
+
+    def __init__(self, settings: Settings, store: Store, plans: PlanService, metrics: Metrics) -> None:
+        self._settings = settings
+        self._store = store
+        self._plans = plans
+        self._metrics = metrics
+        self._defaults = settings.default_options
+        self._changed: dict[tuple[str, int], asyncio.Event] = {}
+        self._batches: dict[tuple[str, int, Cause], _Batch] = {}
+        self._writing = asyncio.Lock()
+        self._flushes: set[asyncio.Task[None]] = set()
+        self._known: set[tuple[str, int]] = set()
+        self._agreed: dict[tuple[object, ...], str] = {}
+        self._states: dict[tuple[str, int], tuple[int, list[RankReport]]] = {}
+        self._log = structlog.get_logger("bucketplan_server")
+
+    async def open(self, job: str, request: AttemptRequest, cause: Cause) -> Opened:
+        """Open an attempt, or answer the one that was opened under this key."""
+        options = self._complete(request.options)
+        if request.held_epoch is not None and request.held_epoch.job != job:
+            raise Problem(
+                "conflict",
+                f"the held epoch is that of job {request.held_epoch.job!r}, not of {job!r}",
+                fields={"path": "body.held_epoch.job", "value": request.held_epoch.job},
+            )
+
+        def make_epoch(overrides: Mapping[str, str]) -> Epoch:
+            return Epoch.build(job=job, options=options, topology=request.topology, overrides=overrides)
+
+        try:
+            attempt, epoch, created = await open_attempt(self._store, job, request, make_epoch, cause)
+        except Conflict as conflict:
+            raise _conflict(conflict) from None
+        except StoreError as error:
+            raise self._plans.store_unavailable(error) from None
+        self._plans.epochs.put(epoch)
+        if created:
+            self._metrics.count("bucketplan_attempts_opened_total")
+            self._log.info(
+                "attempt.opened",
+                job=job,
+                attempt=attempt.attempt,
+                epoch=epoch.id,
+                overrides=len(epoch.overrides),
+                adopted=request.held_epoch is not None,
+            )
+        overrides = []
+        for override in epoch.overrides:
+            row = await self._plans.revision(override.signature, override.digest)
+            # An adopted epoch may name a plan that a restored database has lost; its ranks hold the bytes.
+            if row is not None:
+                overrides.append(row)
+        return Opened(attempt, epoch, tuple(overrides), created)
+
+    async def report(self, job: str, attempt: int, reports: Sequence[RankReport], cause: Cause) -> None:
+        """Store reports; those of many ranks that come at once share a transaction. Repeating one changes nothing."""
+        if (job, attempt) not in self._known:
+            await self.attempt(job, attempt)
+            self._known.add((job, attempt))
+        key = (job, attempt, cause)
+        batch = self._batches.get(key)
+        if batch is None:
+            loop = asyncio.get_running_loop()
+            batch = self._batches[key] = _Batch(loop.create_future())
+            flush = loop.create_task(self._flush(key))
+            self._flushes.add(flush)
+            flush.add_done_callback(self._flushes.discard)
+        start = len(batch.reports)
+        batch.reports.extend(reports)
+        conflicts = await asyncio.shield(batch.done)
+        for conflict in conflicts[start : start + len(reports)]:
+            if conflict is not None:
+                raise _conflict(conflict)
+
+    async def attempt(self, job: str, attempt: int) -> Attempt:
+        try:
+            found = await load_attempt(self._store, job, attempt)
+        except StoreError as error:
+            raise self._plans.store_unavailable(error) from None
+        if found is None:
+            raise Problem(
+                "unknown-attempt",
+                f"job {job!r} has no attempt {attempt}; its leader opens one with POST /v1/jobs/{job}/attempts",
+                fields={"job": job, "attempt": attempt},
+            )
+        return found
+
+    async def attempts(self, job: str, *, before: int | None, limit: int) -> list[Attempt]:
+        try:
+            return await load_attempts(self._store, job, before=before, limit=limit)
+        except StoreError as error:
+            raise self._plans.store_unavailable(error) from None
+
+    async def epoch(self, epoch: str) -> Epoch:
+        found = await self._plans.epoch(epoch)
+        if found is None:
+            raise Problem("unknown-epoch", f"no attempt was opened under epoch {epoch}", fields={"epoch": epoch})
+        return found
+
+    async def version(self, attempt: Attempt) -> str:
+        """Changes whenever the state of the attempt does."""
+        try:
+            count = await num_reports(self._store, attempt.job, attempt.attempt)
+        except StoreError as error:
+            raise self._plans.store_unavailable(error) from None
+        stalled = time.time_ns() - attempt.opened_ns >= self._stall_ns
+        return f"{attempt.epoch[:16]}-{count}-{int(stalled)}"
+
+    async def wait_for_change(self, attempt: Attempt, seen: str, seconds: float) -> None:
+        """Returns when the version is no longer `seen`, or after `seconds`, or when the server is about to stop."""
+        key = (attempt.job, attempt.attempt)
+        ends = time.monotonic() + seconds
+        while (left := ends - time.monotonic()) > 0 and not self._plans.stopping:
+            if await self.version(attempt) != seen:
+                return
+            changed = self._changed.setdefault(key, asyncio.Event())
+            try:
+                # Reports that reach another replica are seen at the next look.
+                async with asyncio.timeout(min(left, self._settings.refresh_seconds)):
+                    await changed.wait()
+            except TimeoutError:
+                continue
+
+    async def status(self, attempt: Attempt) -> dict[str, WireValue]:
+        """The state of the attempt, computed from what is stored."""
+        try:
+            reports = await self._reports(attempt)
+            request = AttemptRequest.read(Fields(unpack(attempt.request), "body"))
+            differences = await self._differences(reports)
+        except StoreError as error:
+            raise self._plans.store_unavailable(error) from None
+        state = await asyncio.to_thread(
+            lambda: attempt_status(
+                request.participants,
+                reports,
+                opened_ns=attempt.opened_ns,
+                now_ns=time.time_ns(),
+                stall_ns=self._stall_ns,
+                difference=lambda left, right: differences.get((left, right)),
+            )
+        )
+        return {
+            "attempt": attempt.attempt,
+            "epoch_id": attempt.epoch,
+            "job": attempt.job,
+            "opened_by": attempt.actor,
+            "opened_ns": attempt.opened_ns,
+            **state,
+        }
+
+    @property
+    def _stall_ns(self) -> int:
+        return int(self._settings.stall_seconds * _NS)
+
+    async def _reports(self, attempt: Attempt) -> list[RankReport]:
+        key = (attempt.job, attempt.attempt)
+        count = await num_reports(self._store, *key)
+        kept = self._states.get(key)
+        if kept is not None and kept[0] == count:
+            return kept[1]
+        encoded = await load_reports(self._store, *key)
+        reports = await asyncio.to_thread(lambda: [RankReport.read(Fields(unpack(data), "report")) for data in encoded])
+        self._states[key] = (len(encoded), reports)
+        while len(self._states) > _KEPT_STATES:
+            del self._states[next(iter(self._states))]
+        return reports
+
+    async def _differences(self, reports: Sequence[RankReport]) -> dict[tuple[str, str], Mapping[str, WireValue]]:
+        """First differing fields of the pairs of signatures that stand under one name (slot and ordinal)."""
+        slots: dict[tuple[str, int], list[str]] = {}
+        for report in reports:
+            found = slots.setdefault((report.slot, report.ordinal), [])
+            if report.signature is not None and report.signature not in found:
+                found.append(report.signature)
+        pairs = {
+            (left, right) for found in slots.values() for left in found[:4] for right in found[:4] if left != right
+        }
+        requests = await load_requests(self._store, {signature for pair in pairs for signature in pair})
+
+        def compare() -> dict[tuple[str, str], Mapping[str, WireValue]]:
+            trees = {signature: Request.decode(data).to_wire() for signature, data in requests.items()}
+            compared: dict[tuple[str, str], Mapping[str, WireValue]] = {}
+            for left, right in pairs:
+                if left in trees and right in trees:
+                    found = first_difference(trees[left], trees[right])
+                    if found is not None:
+                        compared[left, right] = found.to_wire()
+            return compared
+
+        return await asyncio.to_thread(compare) if requests else {}
+
+    async def _flush(self, key: tuple[str, int, Cause]) -> None:
+        # While one transaction is written, the reports that arrive meanwhile gather for the next.
+        job, attempt, cause = key
+        async with self._writing:
+            batch = self._batches.pop(key)
+            try:
+                new, conflicts = await store_reports(self._store, job, attempt, batch.reports, cause)
+            except StoreError as error:
+                batch.done.set_exception(self._plans.store_unavailable(error))
+                return
+            except BaseException as error:
+                batch.done.set_exception(error)
+                raise
+        batch.done.set_result(conflicts)
+        self._metrics.tallies["bucketplan_reports_total", ""] += new
+        if new:
+            for report, conflict in zip(batch.reports, conflicts, strict=True):
+                if conflict is None:
+                    self._watch(job, attempt, report)
+            changed = self._changed.pop((job, attempt), None)
+            if changed is not None:
+                changed.set()
+
+    def _watch(self, job: str, attempt: int, report: RankReport) -> None:
+        """Say at once when ranks of one group report different digests; people should not have to ask."""
+        if report.slot == OPEN_SLOT:
+            return
+        if len(self._agreed) > _KEPT_DIGESTS:
+            self._agreed.clear()
+        for role, digest in report.digests.items():
+            key = (job, attempt, role, report.members.get(role), report.slot, report.ordinal)
+            first = self._agreed.setdefault(key, digest)
+            if first != digest:
+                self._metrics.count("bucketplan_divergences_total")
+                self._log.warning(
+                    "attempt.diverged",
+                    job=job,
+                    attempt=attempt,
+                    role=role,
+                    slot=report.slot,
+                    rank=report.rank,
+                    digest=digest,
+                    others=first,
+                )
+
+    def _complete(self, given: Mapping[str, WireValue]) -> Options:
+        try:
+            options = complete_options(given, self._defaults, path="body.options")
+            find_planner(options.planner)
+        except BucketplanError as error:
+            raise refuse(error).problem() from None
+        return options
+
+
+def _conflict(conflict: Conflict) -> Problem:
+    return Problem("conflict", str(conflict), fields={"path": conflict.path})

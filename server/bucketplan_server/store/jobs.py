@@ -1,0 +1,256 @@
+"""Attempts, epochs and reports in the store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from sqlalchemy import RowMapping, func, insert, or_, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from bucketplan_core.attempt import AttemptRequest, RankReport
+from bucketplan_core.epoch import Epoch
+from bucketplan_core.wire import digest_of, pack
+from bucketplan_server.store.engine import Store
+from bucketplan_server.store.events import Cause, append_event
+from bucketplan_server.store.plans import PLANNER_REVISION, insert_or_ignore
+from bucketplan_server.store.tables import active, attempts, epochs, job_signatures, reports, revisions
+
+__all__ = [
+    "Attempt",
+    "Conflict",
+    "load_attempt",
+    "load_attempts",
+    "load_epoch",
+    "load_reports",
+    "num_reports",
+    "open_attempt",
+    "store_reports",
+]
+
+_RANKS_PER_QUERY = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One start of a job as it was opened."""
+
+    job: str
+    attempt: int
+    request: bytes
+    epoch: str
+    opened_ns: int
+    actor: str
+
+
+class Conflict(Exception):
+    """A call repeats a name with other content; `path` says where they differ, nothing was changed."""
+
+    def __init__(self, path: str, detail: str) -> None:
+        self.path = path
+        self.detail = detail
+        super().__init__(f"{path}: {detail}")
+
+
+async def open_attempt(
+    store: Store, job: str, request: AttemptRequest, make_epoch: Callable[[Mapping[str, str]], Epoch], cause: Cause
+) -> tuple[Attempt, Epoch, bool]:
+    """The attempt of this key, numbered and given an epoch if it is new; the flag says whether it is.
+
+    `make_epoch` gets the overrides of the job (signature to decision digest) as they are now and makes the epoch of it.
+    Raises `Conflict` when the key was used with another body.
+    """
+    held = request.held_epoch
+    body = pack(replace(request, held_epoch=None).to_wire())
+    async with store.write() as connection:
+        query = select(attempts, epochs.c.content).join(epochs).where(attempts.c.job == job)
+        known = (await connection.execute(query.where(attempts.c.key == request.key))).mappings().first()
+        if known is not None:
+            if known["request"] != body:
+                raise Conflict("body.key", f"attempt {known['attempt']} was opened under this key with another body")
+            if held is not None and held.id != known["epoch"]:
+                raise Conflict("body.held_epoch", f"attempt {known['attempt']} was opened under epoch {known['epoch']}")
+            return _attempt(known), Epoch.decode(known["content"]), False
+        epoch = held or make_epoch(await _overrides(connection, job))
+        last = await connection.scalar(select(func.max(attempts.c.attempt)).where(attempts.c.job == job))
+        now = time.time_ns()
+        await connection.execute(
+            insert_or_ignore(connection, epochs).values(epoch=epoch.id, content=epoch.encoded, created_ns=now)
+        )
+        row = {
+            "job": job,
+            "attempt": (last or 0) + 1,
+            "key": request.key,
+            "request": body,
+            "epoch": epoch.id,
+            "opened_ns": now,
+            "actor": cause.actor,
+        }
+        await connection.execute(insert(attempts).values(row))
+        await append_event(
+            connection,
+            "attempt.opened",
+            cause,
+            job=job,
+            body={
+                "adopted": held is not None,
+                "attempt": (last or 0) + 1,
+                "epoch": epoch.id,
+                "request": digest_of(body),
+            },
+        )
+    attempt = Attempt(job=job, attempt=(last or 0) + 1, request=body, epoch=epoch.id, opened_ns=now, actor=cause.actor)
+    return attempt, epoch, True
+
+
+async def _overrides(connection: AsyncConnection, job: str) -> dict[str, str]:
+    """Decision digests of the signatures whose plan for this job is not the planner's own.
+
+    Only signatures that the job has reported, or that somebody activated for it by name, count: what is activated for
+    others must not change this job's epoch.
+    """
+    reported = select(job_signatures.c.signature).where(job_signatures.c.job == job)
+    mine = select(active.c.signature).where(active.c.job == job)
+    query = (
+        select(active.c.signature, active.c.job, revisions.c.digest)
+        .join(
+            revisions,
+            (revisions.c.signature == active.c.signature) & (revisions.c.revision == active.c.revision),
+        )
+        .where(
+            active.c.job.in_(("", job)),
+            or_(active.c.signature.in_(reported), active.c.signature.in_(mine)),
+        )
+        # The job's own choice comes last and wins over the one for everybody.
+        .order_by(active.c.job)
+    )
+    chosen = {row.signature: row.digest for row in await connection.execute(query)}
+    own = select(revisions.c.signature, revisions.c.digest).where(
+        revisions.c.revision == PLANNER_REVISION,
+        or_(revisions.c.signature.in_(reported), revisions.c.signature.in_(mine)),
+    )
+    planned = {row.signature: row.digest for row in await connection.execute(own)}
+    # Another revision with the planner's own decision is no override: the bytes that ranks apply are the same.
+    return {signature: digest for signature, digest in chosen.items() if planned.get(signature) != digest}
+
+
+async def load_epoch(store: Store, epoch: str) -> Epoch | None:
+    async with store.read() as connection:
+        content = await connection.scalar(select(epochs.c.content).where(epochs.c.epoch == epoch))
+    return None if content is None else Epoch.decode(content)
+
+
+async def load_attempt(store: Store, job: str, attempt: int) -> Attempt | None:
+    async with store.read() as connection:
+        query = select(attempts).where(attempts.c.job == job, attempts.c.attempt == attempt)
+        row = (await connection.execute(query)).mappings().first()
+    return None if row is None else _attempt(row)
+
+
+async def load_attempts(store: Store, job: str, *, before: int | None, limit: int) -> list[Attempt]:
+    """Attempts of a job, the newest first, those below `before` where it is given."""
+    query = select(attempts).where(attempts.c.job == job).order_by(attempts.c.attempt.desc()).limit(limit)
+    if before is not None:
+        query = query.where(attempts.c.attempt < before)
+    async with store.read() as connection:
+        return [_attempt(row) for row in (await connection.execute(query)).mappings()]
+
+
+async def store_reports(
+    store: Store, job: str, attempt: int, arrived: Sequence[RankReport], cause: Cause
+) -> tuple[int, list[Conflict | None]]:
+    """Store what is new of these reports, in one transaction with one event.
+
+    Answers how many were new, and for each report whether its name was taken by another content.
+    """
+    now = time.time_ns()
+    conflicts: list[Conflict | None] = []
+    new: list[dict[str, object]] = []
+    listed: list[list[str | int]] = []
+    signatures: set[str] = set()
+    async with store.write() as connection:
+        known = await _known_reports(connection, job, attempt, {report.rank for report in arrived})
+        for report in arrived:
+            name = (report.rank, report.slot, report.ordinal)
+            encoded = pack(report.to_wire())
+            before = known.get(name)
+            if before is not None and before != encoded:
+                conflicts.append(
+                    Conflict(
+                        "reports", f"rank {report.rank} has reported {report.slot} {report.ordinal} differently before"
+                    )
+                )
+                continue
+            conflicts.append(None)
+            if before is None:
+                known[name] = encoded
+                new.append(
+                    {
+                        "job": job,
+                        "attempt": attempt,
+                        "rank": report.rank,
+                        "slot": report.slot,
+                        "ordinal": report.ordinal,
+                        "report": encoded,
+                        "received_ns": now,
+                    }
+                )
+                listed.append([report.rank, report.slot, report.ordinal, digest_of(encoded)])
+                if report.signature is not None:
+                    signatures.add(report.signature)
+        if new:
+            await connection.execute(insert(reports), new)
+            for signature in sorted(signatures):
+                await connection.execute(
+                    insert_or_ignore(connection, job_signatures).values(job=job, signature=signature)
+                )
+            await append_event(
+                connection, "reports.received", cause, job=job, body={"attempt": attempt, "reports": listed}
+            )
+    return len(new), conflicts
+
+
+async def _known_reports(
+    connection: AsyncConnection, job: str, attempt: int, ranks: set[int]
+) -> dict[tuple[int, str, int], bytes]:
+    known: dict[tuple[int, str, int], bytes] = {}
+    ordered = sorted(ranks)
+    for start in range(0, len(ordered), _RANKS_PER_QUERY):
+        query = select(reports).where(
+            reports.c.job == job,
+            reports.c.attempt == attempt,
+            reports.c.rank.in_(ordered[start : start + _RANKS_PER_QUERY]),
+        )
+        for row in (await connection.execute(query)).mappings():
+            known[row["rank"], row["slot"], row["ordinal"]] = row["report"]
+    return known
+
+
+async def num_reports(store: Store, job: str, attempt: int) -> int:
+    """How many reports an attempt has: its state changed if and only if this number did."""
+    async with store.read() as connection:
+        query = select(func.count()).where(reports.c.job == job, reports.c.attempt == attempt)
+        return int(await connection.scalar(query) or 0)
+
+
+async def load_reports(store: Store, job: str, attempt: int) -> list[bytes]:
+    """Every report of an attempt as it was stored, by rank, slot and ordinal."""
+    query = (
+        select(reports.c.report)
+        .where(reports.c.job == job, reports.c.attempt == attempt)
+        .order_by(reports.c.rank, reports.c.slot, reports.c.ordinal)
+    )
+    async with store.read() as connection:
+        return [row.report for row in await connection.execute(query)]
+
+
+def _attempt(row: RowMapping) -> Attempt:
+    return Attempt(
+        job=row["job"],
+        attempt=row["attempt"],
+        request=row["request"],
+        epoch=row["epoch"],
+        opened_ns=row["opened_ns"],
+        actor=row["actor"],
+    )
