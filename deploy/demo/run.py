@@ -37,7 +37,8 @@ TRAIN_TIMEOUT_S = 240.0
 Ways = dict[str, dict[str, Any]]
 """What one rank found, by way of bucketing."""
 
-console = Console(highlight=False, soft_wrap=True)
+# A log is not 80 columns wide: the table's columns would be cut.
+console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
 
 
 class DemoFailed(Exception):
