@@ -25,6 +25,7 @@ import torch.distributed.tensor  # registers _dtensor::mesh_get_process_group
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from bucketplan_client.capture.parse import group_key
 
@@ -166,9 +167,9 @@ class GraphBuilder:
 
     def module(self, *outputs: fx.Node) -> fx.GraphModule:
         self.graph.output(tuple(outputs))
-        module = fx.GraphModule(self.root, self.graph)
-        module.graph.lint()
-        return module
+        self.graph.lint()
+        # Code is generated when a module is called; most tests look at graphs only.
+        return _LazyGraphModule(self.root, self.graph)
 
     def draw_inputs(self, num_ranks: int, seed: int) -> list[list[Any]]:
         """Small whole numbers for every rank and placeholder, so that sums are exact in any order."""
@@ -215,7 +216,7 @@ class Case:
         graph.output(output)
         for old, new in val_map.items():
             new.meta = copy.copy(old.meta)
-        return fx.GraphModule(copy.deepcopy(self.builder.root), graph)
+        return _LazyGraphModule(copy.deepcopy(self.builder.root), graph)
 
     def draw_inputs(self, seed: int) -> list[list[Any]]:
         return self.builder.draw_inputs(self.mesh.num_ranks, seed)

@@ -113,10 +113,16 @@ def _run_rank(gm: fx.GraphModule, program: _Program, inputs: Sequence[Any], late
         elif node.op == "call_function" and packet_of(node) is torch.ops._dtensor.mesh_get_process_group:
             values[node] = None
         else:
-            args = fx.map_arg(node.args, values.__getitem__)
-            kwargs = fx.map_arg(node.kwargs, values.__getitem__)
+            args = [_resolve(arg, values) for arg in node.args]
+            kwargs = {key: _resolve(arg, values) for key, arg in node.kwargs.items()}
             values[node] = _call(gm, node, args, kwargs)
     raise AssertionError("the graph has no output node")
+
+
+def _resolve(arg: Any, values: Mapping[fx.Node, Any]) -> Any:
+    if isinstance(arg, fx.Node):
+        return values[arg]
+    return fx.map_arg(arg, values.__getitem__) if isinstance(arg, list | tuple | dict) else arg
 
 
 def _call(gm: fx.GraphModule, node: fx.Node, args: Any, kwargs: Any) -> Any:
