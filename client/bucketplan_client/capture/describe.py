@@ -76,7 +76,7 @@ def _describe(gm: fx.GraphModule, arguments: Mapping[str, Any]) -> Description:
         collectives,
         storage,
         output,
-        backward_phase=arguments["phase"] == "backward",
+        phase=arguments["phase"],
         compute_ops=arguments["compute_ops"],
     )
     groups = GroupRoles(collectives, arguments["roles"])
@@ -150,13 +150,14 @@ def _request(
 ) -> Request:
     options: Options = arguments["options"]
     order = _event_order(timeline, candidates, fixed, fixed_waits)
-    scope_of = _scope_of(arguments["scopes"]) if options.strategy == "module" else {}
+    scopes = _Scopes(arguments["scopes"] if options.strategy == "module" else ())
     ordinal_of = _source_ordinals(timeline.nodes)
     described = []
     for entry, nodes, window in zip(recognised, candidates, timeline.windows, strict=True):
         meta = entry.collective.node.meta
         name = parameter_name(entry)
         state_idx = meta.get("state_idx") if type(meta.get("state_idx")) is int else None
+        modules = module_fqns_of(entry, nodes, name)
         ordinal = state_idx
         if ordinal is None:
             ordinal = ordinal_of.get(entry.source) if entry.source is not None else entry.output_slot
@@ -173,9 +174,9 @@ def _request(
                 param_name=name,
                 ordinal=ordinal,
                 state_idx=state_idx,
-                module_fqns=module_fqns_of(entry, nodes, name),
+                module_fqns=modules,
                 backward=entry.kind == "fsdp_all_gather_backward" or _is_backward(entry, arguments["phase"]),
-                scope=scope_of.get(name) if name is not None else None,
+                scope=scopes.of(name, modules),
                 earliest_launch=timeline.gap(window.earliest_launch),
                 launch=timeline.gap(window.launch),
                 latest_launch=timeline.gap(window.latest_launch),
@@ -227,8 +228,24 @@ def _event_order(
     return {node: number for number, node in enumerate(events)}
 
 
-def _scope_of(scopes: Sequence[ScopeLike]) -> dict[str, str]:
-    return {name: scope.name for scope in scopes for name in scope.param_names}
+class _Scopes:
+    """The scope of a parameter by its name; of one that the tracer gave no name, by the module that it stands in."""
+
+    def __init__(self, scopes: Sequence[ScopeLike]) -> None:
+        self._of_parameter: dict[str, str] = {}
+        self._of_module: dict[str, set[str]] = {}
+        for scope in scopes:
+            for name in scope.param_names:
+                self._of_parameter[name] = scope.name
+                parts = name.split(".")
+                for length in range(1, len(parts)):
+                    self._of_module.setdefault(".".join(parts[:length]), set()).add(scope.name)
+
+    def of(self, name: str | None, modules: Collection[str]) -> str | None:
+        if name is not None and name in self._of_parameter:
+            return self._of_parameter[name]
+        found = {scope for module in modules for scope in self._of_module.get(module, ())}
+        return found.pop() if len(found) == 1 else None
 
 
 def _source_ordinals(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:

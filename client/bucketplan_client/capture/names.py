@@ -11,7 +11,7 @@ from torch import fx
 from bucketplan_client.capture.binding import CandidateNodes
 from bucketplan_client.capture.recognize import Recognised
 
-__all__ = ["module_fqns_of", "parameter_name"]
+__all__ = ["module_fqns_of", "module_of", "parameter_name"]
 
 _MODULE_PREFIX = re.compile(r"^L?\[?'?self'?\]?\.?")
 _INDEXING = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
@@ -22,11 +22,36 @@ def parameter_name(entry: Recognised) -> str | None:
     annotated = entry.collective.node.meta.get("param_name")
     if isinstance(annotated, str):
         return annotated
-    if entry.source is None:
+    if entry.source is not None:
+        return _described(entry.source.meta.get("desc")) or str(entry.source.target)
+    if entry.output_slot is None:
         return None
-    described = entry.source.meta.get("desc")
-    target = getattr(described, "target", None)
-    return target if isinstance(target, str) else str(entry.source.target)
+    outputs = entry.wait.graph.output_node().meta.get("desc")
+    if not isinstance(outputs, list | tuple) or entry.output_slot >= len(outputs):
+        return None
+    return _described(outputs[entry.output_slot])
+
+
+def _described(described: Any) -> str | None:
+    """The parameter that AOTAutograd's description of an input, or of a gradient among the outputs, names.
+
+    A sharded parameter is described by its local tensor, whose `base` is the parameter.
+    """
+    while described is not None:
+        target = getattr(described, "target", None)
+        if isinstance(target, str):
+            return target
+        described = getattr(described, "base", None) or getattr(described, "grad_of", None)
+    return None
+
+
+def module_of(entry: Recognised) -> str | None:
+    """The module in which a gather is read, as far as its own nodes and its readers tell."""
+    for node in (entry.collective.node, entry.wait, *entry.wait.users):
+        found = _annotated(node) or _from_stack(node)
+        if found is not None:
+            return found
+    return None
 
 
 def module_fqns_of(entry: Recognised, nodes: CandidateNodes, name: str | None) -> tuple[str, ...]:

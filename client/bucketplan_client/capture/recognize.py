@@ -65,13 +65,14 @@ def recognise(
     storage: StorageMap,
     output: fx.Node,
     *,
-    backward_phase: bool,
+    phase: str,
     compute_ops: Collection[str],
 ) -> tuple[list[Recognised], dict[fx.Node, tuple[str, str]]]:
     """Split `collectives` into candidates and (launch -> rule, reason) for those that look eligible but are not
     safe.
     """
     slots = _output_slots(output)
+    inputs_are_described = any("desc" in node.meta for node in storage.position if node.op == "placeholder")
     kinds: dict[fx.Node, tuple[str, bool, fx.Node | None, int | None]] = {}
     skipped: dict[fx.Node, tuple[str, str]] = {}
     for collective in collectives:
@@ -85,9 +86,11 @@ def recognise(
                 if reason is not None:
                     skipped[collective.node] = ("device-copy", reason)
                 continue
-            backward = backward_phase or is_backward_node(collective.node)
+            if inputs_are_described and not _may_be_parameter(source):
+                continue
+            backward = phase == "backward" or is_backward_node(collective.node)
             kinds[collective.node] = (ALL_GATHER_KINDS[backward], False, source, None)
-        elif collective.op in _KIND_OF_OP:
+        elif collective.op in _KIND_OF_OP and phase != "forward":
             slot, is_gradient = _gradient_slot(collective, slots)
             if is_gradient:
                 kinds[collective.node] = (_KIND_OF_OP[collective.op], False, None, slot)
@@ -125,6 +128,16 @@ def is_backward_node(node: fx.Node) -> bool:
         or node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
         or "_recomputed" in node.name
     )
+
+
+def _may_be_parameter(source: fx.Node) -> bool:
+    """Whether the tracer's description of an input allows for a parameter: not for a saved activation or a gradient.
+
+    AOTAutograd describes every input of a graph that the user's program has; what it saves for the backward itself
+    has no description.
+    """
+    described = source.meta.get("desc")
+    return source.op == "get_attr" or (described is not None and "Tangent" not in type(described).__name__)
 
 
 def _gather_source(start: fx.Node | None) -> tuple[fx.Node | None, str | None]:
@@ -195,6 +208,7 @@ def _gradient_slot(collective: Collective, slots: dict[fx.Node, int]) -> tuple[i
                 or packet in VIEW_OPS
                 or packet in CAST_OPS
                 or packet in _COPYING_OPS
+                or "fsdp_bucket_id" in user.meta  # packing and splitting by an earlier rewrite
             ):
                 return slot, False
             stack.append(user)
@@ -276,6 +290,9 @@ def _why_unsafe(
         return "dead-wait", "nothing reads the result"
     if any(is_wait(user) for user in wait.users):
         return "wait-of-wait", "its wait is waited for again"
+    barrier = storage.first_barrier_from(storage.position[node])
+    if barrier is not None and barrier < storage.position[wait]:
+        return "barrier-inside", "something that nothing may be moved across stands between its launch and its wait"
     size = _group_size(collective)
     if collective.op != "all_reduce" and (size is None or size != expected_size):
         return "group-size-mismatch", f"group size {size}, the group has {expected_size} elsewhere in the graph"

@@ -1,0 +1,396 @@
+"""Plans in torch.compile: a pass in Inductor's post-grad hook that rewrites forward and backward graphs.
+
+    from bucketplan_client.torch_compile import install
+
+    with install(PlanClient(), options=options, epoch=epoch_id, reshard_after_forward=True):
+        model = torch.compile(model)      # compiles when it is first called, so train inside the block
+        train(model)
+
+AOTAutograd cuts a training step into a forward and a backward graph and compiles them separately; each is described,
+planned and rewritten by itself. When a compile cache hits, Inductor calls no hook at all: what it replays was compiled
+under the same key, and the key (`BucketingPass.uuid`) covers whatever can change the plan or how it is applied. So no
+rank ever waits for another inside the hook. FSDP2 (`fully_shard`) keeps its collectives out of compiled graphs; nothing
+can be planned then, and a warning says so.
+
+Settings of torch's compiler belong to the thread (and context) that made them: install in the thread that compiles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+import torch._dynamo.config as dynamo_config
+import torch._inductor.config as inductor_config
+import torch._inductor.custom_graph_pass as custom_graph_pass
+import torch.distributed as dist
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from bucketplan_client.capture.binding import Skipped
+from bucketplan_client.capture.describe import ScopeLike, describe_graph
+from bucketplan_client.errors import ClientError, PassFailed, Where
+from bucketplan_client.inductor_options import (
+    CompileConflict,
+    refuse_conflicts,
+    refuse_undone_settings,
+    settings_of,
+)
+from bucketplan_client.membership import is_distributed, this_rank
+from bucketplan_client.passes import LocalPlans, PlanSource, disabled_by_environment
+from bucketplan_client.reshard import mark_gathers
+from bucketplan_client.rewrite import REWRITER_VERSION
+from bucketplan_client.rewrite.apply import apply_plan
+from bucketplan_core.collectives import Options
+from bucketplan_core.planners import find_planner
+from bucketplan_core.request import CAPTURE_VERSION, SCHEMA_VERSION
+from bucketplan_core.wire import WireValue, digest_of, pack
+
+__all__ = [
+    "ABORT_STATUS",
+    "BucketingPass",
+    "CompileConflict",
+    "Installation",
+    "ReshardPass",
+    "RewrittenGraph",
+    "graph_phase",
+    "install",
+]
+
+_LOG = logging.getLogger(__name__)
+
+ABORT_STATUS = 70
+"""Exit status of a process whose pass failed under ``on_error="abort"`` (EX_SOFTWARE of sysexits.h)."""
+
+OnError = Literal["abort", "raise"]
+Mode = Literal["bucketed", "unbucketed"]
+_LOCAL_EPOCH = "local"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewrittenGraph:
+    """What the pass did to one graph: `digest` is the decision's, None where nothing was planned and `reason` says why.
+
+    `num_launches` counts the candidates' launches after the rewrite.
+    """
+
+    phase: str
+    signature: str
+    digest: str | None
+    num_candidates: int
+    num_launches: int
+    skipped: tuple[Skipped, ...]
+    reason: str | None = None
+
+
+def graph_phase(graph: fx.Graph) -> Literal["forward", "backward"]:
+    """Whether AOTAutograd made `graph` as the backward: only a backward takes gradients of outputs as inputs.
+
+    A post-grad hook is not told. Inductor itself counts the inputs that are called ``tangents`` to tell the two apart.
+    """
+    for node in graph.find_nodes(op="placeholder"):
+        if "tangents" in node.name or "Tangent" in type(node.meta.get("desc")).__name__:
+            return "backward"
+    return "forward"
+
+
+class BucketingPass(CustomGraphPass):
+    """The pass of the post-grad hook; options as for `install`, which is how it is meant to be used.
+
+    `graphs` lists the graphs that were compiled in this process; compile-cache hits leave no trace in it.
+    """
+
+    def __init__(
+        self,
+        plans: PlanSource,
+        *,
+        options: Options,
+        epoch: str,
+        mode: Mode = "bucketed",
+        roles: Mapping[str, str] | None = None,
+        scopes: Sequence[ScopeLike] = (),
+        only_roles: Collection[str] | None = None,
+        exclude: Collection[str] = (),
+        compute_ops: Collection[str] = (),
+        reshard: Sequence[str] | None = None,
+        on_error: OnError = "abort",
+        on_graph: Callable[[RewrittenGraph], None] | None = None,
+    ) -> None:
+        """`reshard` is None, or what `ReshardPass` keeps gathered beside this pass; ranks must agree on that too."""
+        self.graphs: list[RewrittenGraph] = []
+        self._plans = plans
+        self._mode = mode
+        self._on_error = on_error
+        self._on_graph = on_graph
+        self._describing: dict[str, Any] = {
+            "options": options,
+            "roles": dict(roles or {}),
+            "scopes": tuple(scopes),
+            "only_roles": only_roles,
+            "exclude": tuple(exclude),
+            "compute_ops": frozenset(compute_ops),
+        }
+        agreed: dict[str, WireValue] = {
+            "capture": CAPTURE_VERSION,
+            "compute_ops": sorted(compute_ops),
+            "epoch": epoch,
+            "exclude": sorted(exclude),
+            "mode": mode,
+            "only_roles": None if only_roles is None else sorted(only_roles),
+            "options": options.to_wire(),
+            "reshard": None if reshard is None else sorted(reshard),
+            "rewriter": REWRITER_VERSION,
+            "roles": sorted(set((roles or {}).values())),
+            "schema": SCHEMA_VERSION,
+            "scopes": [{"name": scope.name, "parameters": sorted(scope.param_names)} for scope in scopes],
+        }
+        self.fingerprint = digest_of(pack(agreed))
+        """What must be the same on every rank before anything is compiled; 64 hex characters."""
+        # Torch's names of groups differ between ranks, so they are no part of what ranks compare. A cache entry made
+        # under another mapping must not be found all the same.
+        self._local_names = digest_of(pack(dict(sorted((roles or {}).items()))))
+
+    def uuid(self) -> tuple[str, str, str]:
+        """Inductor's cache key of this pass: the agreed fingerprint and this rank's own mapping of group names."""
+        return ("bucketplan", self.fingerprint, self._local_names)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Rewrite `graph` in place by its plan; failures end the process or raise `PassFailed`, as `on_error` says."""
+        try:
+            self._rewrite(graph)
+        except Exception as error:
+            _fail(error, self._on_error)
+
+    def _rewrite(self, graph: fx.Graph) -> None:
+        if self._mode == "unbucketed":
+            return
+        refuse_conflicts()
+        refuse_undone_settings()
+        phase = graph_phase(graph)
+        module = graph.owning_module
+        if module is None:
+            raise CompileConflict(
+                "the graph's module", None, "a graph without its module cannot be described", remedy="Report this"
+            )
+        description = _step("describe", lambda: describe_graph(module, phase=phase, **self._describing))
+        reason = description.why_nothing()
+        num_candidates = len(description.request.candidates)
+        if not num_candidates:
+            self._note(
+                RewrittenGraph(
+                    phase=phase,
+                    signature=description.signature,
+                    digest=None,
+                    num_candidates=0,
+                    num_launches=0,
+                    skipped=description.skipped,
+                    reason=reason,
+                )
+            )
+            return
+        # A graph with one candidate is planned too: the plan may move it.
+        plan = _step("plan", lambda: self._plans.plan(description.request, description.profile))
+        _step("apply", lambda: apply_plan(description, plan, recompile=False))
+        self._note(
+            RewrittenGraph(
+                phase=phase,
+                signature=description.signature,
+                digest=plan.digest,
+                num_candidates=num_candidates,
+                num_launches=len(plan.decision.buckets),
+                skipped=description.skipped,
+                reason=reason,
+            )
+        )
+
+    def _note(self, done: RewrittenGraph) -> None:
+        self.graphs.append(done)
+        if done.reason is None:
+            _LOG.info(
+                "%s graph: %d collectives in %d launches, plan %s of signature %s",
+                done.phase,
+                done.num_candidates,
+                done.num_launches,
+                (done.digest or "")[:12],
+                done.signature[:12],
+            )
+        elif done.phase == "backward" and not any(found.num_candidates for found in self.graphs):
+            # One forward without collectives is a fragment between graph breaks; a whole step without is a mistake.
+            _LOG.warning("%s graph: %s", done.phase, done.reason)
+        else:
+            _LOG.info("%s graph: %s", done.phase, done.reason)
+        if self._on_graph is not None:
+            self._on_graph(done)
+
+
+class ReshardPass(CustomGraphPass):
+    """The pass of the joint hook: marks parameter gathers to be made again in the backward (`reshard.mark_gathers`)."""
+
+    def __init__(
+        self, *, keep_gathered: Sequence[str] = (), compute_ops: Collection[str] = (), on_error: OnError = "abort"
+    ) -> None:
+        self._keep_gathered = tuple(keep_gathered)
+        self._compute_ops = frozenset(compute_ops)
+        self._on_error = on_error
+
+    def uuid(self) -> tuple[Any, ...]:
+        return ("bucketplan-reshard", CAPTURE_VERSION, self._keep_gathered, tuple(sorted(self._compute_ops)))
+
+    def __call__(self, graph: fx.Graph) -> None:
+        try:
+            num_marked = mark_gathers(graph, keep_gathered=self._keep_gathered, compute_ops=self._compute_ops)
+        except Exception as error:
+            _fail(PassFailed("describe", error), self._on_error)
+        _LOG.info("joint graph: %d parameter gathers are made again in the backward", num_marked)
+
+
+class Installation:
+    """An installed pass; `uninstall`, or leaving the ``with`` block, puts every option back as it was."""
+
+    def __init__(self, bucketing: BucketingPass, undo: contextlib.ExitStack) -> None:
+        self.bucketing = bucketing
+        self._undo = undo
+
+    @property
+    def graphs(self) -> Sequence[RewrittenGraph]:
+        """What was compiled in this process since the installation; cache hits are not in it."""
+        return self.bucketing.graphs
+
+    def uninstall(self) -> None:
+        """Take the pass out; what was compiled stays compiled."""
+        self._undo.close()
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.uninstall()
+
+
+def install(
+    plans: PlanSource | None = None,
+    *,
+    options: Options,
+    epoch: str | None = None,
+    mode: Mode = "bucketed",
+    roles: Mapping[str, str] | None = None,
+    scopes: Sequence[ScopeLike] = (),
+    only_roles: Collection[str] | None = None,
+    exclude: Collection[str] = (),
+    compute_ops: Collection[str] = (),
+    reshard_after_forward: bool = False,
+    keep_gathered: Sequence[str] = (),
+    on_error: OnError = "abort",
+    on_graph: Callable[[RewrittenGraph], None] | None = None,
+) -> Installation:
+    """Rewrite every graph that torch.compile makes in this thread from now on, until the result is uninstalled.
+
+    `plans` gives the plans, by default made in this process; `epoch` names everything beyond the request that decides
+    which plan that is (the epoch id of the opened attempt) and is required where plans come from outside. `mode` is
+    what the attempt decided. `roles`, `scopes`, `only_roles`, `exclude`, `compute_ops` are those of `describe_graph`.
+    With `reshard_after_forward` parameters are gathered again in the backward, but for those in `keep_gathered`.
+
+    `on_error` says what a failure does. ``abort`` ends the process with status `ABORT_STATUS` after printing the error:
+    an exception can be caught, and a rank that goes on without its plan makes the others hang. ``raise`` raises, and so
+    does ``abort`` where there is one rank. A pass that is installed already keeps running, before ours. Raises
+    `CompileConflict` beside Inductor's own bucketing or options of Dynamo that hide failures.
+    """
+    source = plans if plans is not None else LocalPlans()
+    _check(source, options, epoch)
+    refuse_conflicts()
+    wanted = mode if not disabled_by_environment() else "unbucketed"
+    bucketing = BucketingPass(
+        source,
+        options=options,
+        epoch=epoch if epoch is not None else _LOCAL_EPOCH,
+        mode=wanted,
+        roles=roles,
+        scopes=scopes,
+        only_roles=only_roles,
+        exclude=exclude,
+        compute_ops=compute_ops,
+        reshard=keep_gathered if reshard_after_forward else None,
+        on_error=on_error,
+        on_graph=on_graph,
+    )
+    changes: dict[str, Any] = {
+        **settings_of(inductor_config),
+        "post_grad_custom_post_pass": _after(inductor_config.post_grad_custom_post_pass, bucketing),
+    }
+    if reshard_after_forward:
+        marking = ReshardPass(keep_gathered=keep_gathered, compute_ops=compute_ops, on_error=on_error)
+        changes["joint_custom_post_pass"] = _after(inductor_config.joint_custom_post_pass, marking)
+    undo = contextlib.ExitStack()
+    undo.enter_context(inductor_config.patch(changes))
+    # Past the recompile limit Dynamo runs eagerly, and it does so rank by rank.
+    undo.enter_context(dynamo_config.patch(fail_on_recompile_limit_hit=True))
+    return Installation(bucketing, undo)
+
+
+def _check(plans: PlanSource, options: Options, epoch: str | None) -> None:
+    local = isinstance(plans, LocalPlans)
+    if not local and epoch is None:
+        raise CompileConflict(
+            "epoch",
+            None,
+            f"plans come from {plans!r}: a warm compile cache could replay a plan that it no longer gives",
+            remedy="Pass the epoch id of the opened attempt",
+        )
+    if local and find_planner(options.planner).uses_profile and is_distributed() and dist.get_world_size() > 1:
+        raise CompileConflict(
+            "planner",
+            options.planner,
+            "it plans by each rank's own cost profile, and ranks could plan differently",
+            remedy="Take plans from a server, or use strategy size or module",
+        )
+
+
+def _after(installed: Any, ours: CustomGraphPass) -> Any:
+    """The value of a hook that runs what is installed there and then `ours`."""
+    if not installed:
+        return ours
+    if hasattr(custom_graph_pass, "get_custom_graph_passes"):
+        return (*custom_graph_pass.get_custom_graph_passes(installed), ours)
+    return _InTurn(installed, ours)
+
+
+class _InTurn(CustomGraphPass):
+    """Two passes as one, for versions of torch that take a single pass only."""
+
+    def __init__(self, first: Any, second: CustomGraphPass) -> None:
+        self._first = first
+        self._second = second
+
+    def uuid(self) -> Any:
+        """None, which keeps Inductor from caching, where the first pass has no identity."""
+        first = self._first.uuid() if isinstance(self._first, CustomGraphPass) else None
+        return None if first is None else (first, self._second.uuid())
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self._first(graph)
+        self._second(graph)
+
+
+def _step(name: str, action: Callable[[], Any]) -> Any:
+    try:
+        return action()
+    except Exception as error:
+        where = error.where if isinstance(error, ClientError) else Where()
+        raise PassFailed(name, error, where=where) from error
+
+
+def _fail(error: Exception, on_error: OnError) -> NoReturn:
+    located = error.located(Where(rank=this_rank())) if isinstance(error, ClientError) else error
+    if on_error == "raise" or not is_distributed() or dist.get_world_size() == 1:
+        raise located
+    print("".join(traceback.format_exception(located)), file=sys.stderr, flush=True)  # noqa: T201
+    _LOG.critical("rank %d ends: %s", this_rank(), located)
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(ABORT_STATUS)
