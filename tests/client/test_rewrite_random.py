@@ -227,7 +227,8 @@ def test_illegal_plans_are_refused_before_anything_is_touched(rule: str) -> None
 
 def outcome_unchecked(case: Case, seed: int, description: Description, plan: Plan) -> str:
     """What comes of a plan that nobody checked: ``same``, ``wrong`` (numbers), ``invalid`` (no valid graph)."""
-    gm = description.binding.module
+    gm = case.copy()
+    description = describe_graph(gm, **description.binding.arguments)
     wanted = results(case.graph_module, case, seed, late_reads=False)
     try:
         apply_plan(description, plan, recompile=False)

@@ -72,8 +72,31 @@ def _moved(rng: random.Random, request: Request, placement: Placement) -> Placem
 Breaker = Callable[[Request, Decision, random.Random], Decision | None]
 
 
-def _other_signature(request: Request, decision: Decision, rng: random.Random) -> Decision:
-    return replace(decision, signature=request.signature[::-1])
+def _other_graph(request: Request, decision: Decision, rng: random.Random) -> Decision:
+    """A legal plan of a graph with the same collectives that nothing constrains."""
+    end = request.num_segments
+    free = [
+        replace(
+            candidate,
+            earliest_launch=0,
+            latest_launch=end,
+            latest_wait=end,
+            first_use=end,
+            last_use=end,
+            depends_on=(),
+        )
+        for candidate in request.candidates
+    ]
+    fixed = [replace(collective, depends_on=()) for collective in request.fixed]
+    other = Request.build(
+        num_segments=end,
+        groups=request.groups,
+        candidates=free,
+        fixed=fixed,
+        options=request.options,
+        phase=request.phase,
+    )
+    return random_legal_plan(other, rng.randrange(2**32)).decision
 
 
 def _member_twice(request: Request, decision: Decision, rng: random.Random) -> Decision | None:
@@ -234,7 +257,7 @@ def _with_members(request: Request, decision: Decision, index: int, members: Seq
 
 
 BREAKERS: dict[str, tuple[Breaker, ...]] = {
-    "signature": (_other_signature,),
+    "signature": (_other_graph,),
     "complete": (_member_twice, _member_lost, _step_lost),
     "lane": (_lanes_mixed,),
     "launch-before-wait": (_wait_first,),
