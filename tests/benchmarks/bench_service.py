@@ -1,0 +1,161 @@
+"""The service under load: CPU of serving a known plan beside a bare ASGI application, and a herd on an unknown one.
+
+Ratios are the bare application's CPU a request divided by ours, so 1 is free and 0.8 costs a quarter more. CPU of the
+server process is what counts: the load generator shares the cores.
+"""
+
+import asyncio
+import contextlib
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+from bucketplan_core.collectives import Options
+from tests.benchmarks.harness import Result
+from tests.support.documents import MSGPACK, plan_body, small_request
+from tests.support.load import request_bytes, send_all
+from tests.support.paths import ROOT
+from tests.support.server import RunningServer, free_port, running_server
+
+ROUNDS = 15
+REQUESTS_A_ROUND = 600
+HERD_CONNECTIONS = 2_000
+HERD_PLANNING_SECONDS = 2.0
+KNOWN_REQUESTS = 10_000
+ALONE = Options(strategy="none", planner="none/1")
+NUM_CANDIDATES = {"2k": 75, "50k": 1_740}
+"""Candidates whose plan, each alone, is about 2 KB and 50 KB."""
+
+
+def cpu_ns(pid: int) -> int:
+    """CPU time of every thread of a process, from the scheduler's own account."""
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir())
+
+
+def ask(connection: socket.socket, payload: bytes, length: int, times: int) -> None:
+    """Send one request after the other and read answers of `length` bytes."""
+    buffer = bytearray(length)
+    for _ in range(times):
+        connection.sendall(payload)
+        left = memoryview(buffer)
+        while left:
+            left = left[connection.recv_into(left) :]
+
+
+@contextlib.contextmanager
+def bare_server(folder: Path, bodies: list[bytes]) -> Iterator[tuple[int, int]]:
+    """Port and process id of the bare application."""
+    files = []
+    for index, body in enumerate(bodies):
+        files.append(folder / f"body{index}")
+        files[-1].write_bytes(body)
+    port = free_port()
+    command = [sys.executable, "-m", "tests.support.bare_asgi", str(port), *map(str, files)]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL)
+    try:
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.05)
+        yield port, process.pid
+    finally:
+        process.kill()
+        process.wait()
+
+
+def answer_length(port: int, payload: bytes) -> int:
+    """Bytes of one whole answer, head included."""
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        connection.sendall(payload)
+        received = b""
+        while b"\r\n\r\n" not in received:
+            received += connection.recv(65536)
+        head, _, rest = received.partition(b"\r\n\r\n")
+        (length,) = [
+            int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")
+        ]
+        while len(rest) < length:
+            rest += connection.recv(65536)
+        return len(head) + 4 + length
+
+
+def hot_get_ratios(folder: Path) -> dict[str, float]:
+    """Bare CPU a request over ours, alternating in one run, by size."""
+    ratios: dict[str, float] = {}
+    with running_server(folder) as server:
+        paths, bodies = {}, {}
+        for name, num_candidates in NUM_CANDIDATES.items():
+            request = small_request(1, num_candidates=num_candidates, options=ALONE)
+            posted = httpx.post(f"{server.url}/v1/plans", content=plan_body(request), headers=MSGPACK, timeout=60)
+            posted.raise_for_status()
+            paths[name], bodies[name] = f"/v1/plans/{request.signature}", posted.content
+        with bare_server(folder, list(bodies.values())) as (bare_port, bare_pid):
+            for index, name in enumerate(NUM_CANDIDATES):
+                ours = request_bytes("GET", paths[name], {"Accept": "application/msgpack"})
+                bare = request_bytes("GET", f"/{index}", {"Accept": "application/msgpack"})
+                ratios[name] = _ratio((server.port, server.pid, ours), (bare_port, bare_pid, bare))
+    return ratios
+
+
+def _ratio(ours: tuple[int, int, bytes], bare: tuple[int, int, bytes]) -> float:
+    found = []
+    sides = [(*side, answer_length(side[0], side[2])) for side in (ours, bare)]
+    connections = [socket.create_connection(("127.0.0.1", port)) for port, *_ in sides]
+    try:
+        for number in range(-1, ROUNDS):
+            spent = [0, 0]
+            for side in (0, 1) if number % 2 else (1, 0):
+                _, pid, payload, length = sides[side]
+                before = cpu_ns(pid)
+                ask(connections[side], payload, length, REQUESTS_A_ROUND)
+                spent[side] = cpu_ns(pid) - before
+            if number >= 0:
+                found.append(spent[1] / spent[0])
+    finally:
+        for connection in connections:
+            connection.close()
+    return statistics.median(found)
+
+
+def herd(server: RunningServer) -> tuple[int, int]:
+    """2,000 connections post an unknown signature, then 10,000 reads of it: plannings, and requests without a plan."""
+    request = small_request(7, num_candidates=60)
+    post = request_bytes("POST", "/v1/plans", MSGPACK, plan_body(request))
+    get = request_bytes("GET", f"/v1/plans/{request.signature}", {"Accept": "application/msgpack"})
+
+    async def run_both() -> int:
+        first = await send_all(server.url, post, num_requests=HERD_CONNECTIONS, num_connections=HERD_CONNECTIONS)
+        second = await send_all(server.url, get, num_requests=KNOWN_REQUESTS, num_connections=200)
+        unequal = len(first.bodies | second.bodies) - 1
+        return first.num_errors + second.num_errors + unequal
+
+    errors = asyncio.run(run_both())
+    return int(server.metric("bucketplan_planning_seconds_count")), errors
+
+
+def run() -> Result:
+    with tempfile.TemporaryDirectory() as folder:
+        ratios = hot_get_ratios(Path(folder))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_server(Path(folder), planning_seconds=HERD_PLANNING_SECONDS) as server,
+    ):
+        plannings, errors = herd(server)
+    return Result(
+        figures={
+            "hot_get_ratio_2k": round(ratios["2k"], 4),
+            "hot_get_ratio_50k": round(ratios["50k"], 4),
+            "herd_plannings": plannings,
+            "herd_errors": errors,
+        },
+        notes=f"ratio: bare ASGI CPU a request / ours, median of {ROUNDS} alternating rounds of {REQUESTS_A_ROUND}; herd: "
+        f"{HERD_CONNECTIONS} connections on one unknown signature ({HERD_PLANNING_SECONDS:g} s planning), then "
+        f"{KNOWN_REQUESTS} reads",
+    )
