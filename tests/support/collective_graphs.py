@@ -6,7 +6,8 @@
     build.output(build.call(aten.mul.Tensor, full, 2.0))
     module, inputs = build.module(), build.inputs(rank=0, seed=7)
 
-Every node has a fake value, as in a traced graph, unless `with_values` is False, as in hand-written passes.
+Every node has a fake value, as in a traced graph; with `with_values` False the collectives have none and are called by
+overload packet, as where a pass inserts them by hand.
 """
 
 from __future__ import annotations
@@ -127,12 +128,14 @@ class GraphBuilder:
         module.graph.lint()
         return module
 
-    def inputs(self, *, rank: int, seed: int) -> list[Tensor]:
-        """Fresh inputs of one rank; every rank has its own values."""
+    def inputs(self, *, rank: int, seed: int, positive: bool = False) -> list[Tensor]:
+        """Fresh inputs of one rank, other ones on every rank. `positive` ones lie in [0.5, 1.5): no sum cancels."""
         generator = torch.Generator().manual_seed(seed * 1009 + rank)
+        draw = torch.rand if positive else torch.randn
+        drawn = [draw(source.shape, generator=generator, dtype=torch.float64) for source in self._sources]
         return [
-            torch.randn(source.shape, generator=generator, dtype=torch.float64).to(source.dtype)
-            for source in self._sources
+            (value + 0.5 if positive else value).to(source.dtype)
+            for value, source in zip(drawn, self._sources, strict=True)
         ]
 
     def _annotate(self, launch: fx.Node, kind: str, group: RankGroup, name: str, index: int | None) -> None:
@@ -142,8 +145,11 @@ class GraphBuilder:
 
     def _record(self, node: fx.Node, value: Any) -> None:
         self._shapes[node] = value
-        if self.with_values:
+        target: Any = node.target
+        if self.with_values or not str(target).startswith("_c10d_functional"):
             node.meta["val"] = value
+        else:
+            node.target = target.overloadpacket
 
 
 @dataclass(slots=True)
