@@ -155,7 +155,7 @@ def run() -> Result:
             "herd_plannings": plannings,
             "herd_errors": errors,
         },
-        notes=f"ratio: bare ASGI CPU a request / ours, median of {ROUNDS} alternating rounds of {REQUESTS_A_ROUND}; herd: "
-        f"{HERD_CONNECTIONS} connections on one unknown signature ({HERD_PLANNING_SECONDS:g} s planning), then "
+        notes=f"ratio: bare ASGI CPU a request / ours, median of {ROUNDS} alternating rounds of {REQUESTS_A_ROUND}; "
+        f"herd: {HERD_CONNECTIONS} connections on one unknown signature ({HERD_PLANNING_SECONDS:g} s planning), then "
         f"{KNOWN_REQUESTS} reads",
     )

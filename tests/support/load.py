@@ -43,9 +43,7 @@ async def read_answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
     return int(head.split(b" ", 2)[1]), await reader.readexactly(length)
 
 
-async def send_all(
-    url: str, payload: bytes, *, num_requests: int, num_connections: int, timeout: float = 120.0
-) -> Load:
+async def send_all(url: str, payload: bytes, *, num_requests: int, num_connections: int) -> Load:
     """Send `payload` `num_requests` times over `num_connections` connections that are all open at once."""
     address = urlsplit(url)
     statuses: Counter[int] = Counter()
