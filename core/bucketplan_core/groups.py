@@ -28,7 +28,8 @@ def group_digests(request: Request, decision: Decision) -> dict[str, str]:
 
 
 def _digests(request: Request, decision: Decision, roles: Sequence[str]) -> dict[str, str]:
-    contents = {group.role: _GroupContent(group.role, group.size) for group in request.groups if group.role in roles}
+    wanted = frozenset(roles)
+    contents = {group.role: _GroupContent(group.role, group.size) for group in request.groups if group.role in wanted}
     for step in decision.steps:
         if step.op > StepOp.WAIT:
             fixed = request.fixed[step.target]

@@ -20,7 +20,7 @@ from bucketplan_core.schedule import Placement, decide
 from bucketplan_core.wire import from_json, pack, to_json, unpack
 from tests.core.test_decoding import small_request
 from tests.core.test_planners import gathers, needs_graph, options
-from tests.core.test_schedule import calls_of, gather, identical, request_of
+from tests.core.test_schedule import gather, identical, request_of, work_of
 from tests.core.test_signature import CHANGES, rebuilt, shuffled
 from tests.support.counts import count
 from tests.support.decisions import random_legal_decision
@@ -318,13 +318,13 @@ def test_plans_of_a_recorded_graph_at_two_caps() -> None:
 
 
 def test_work_grows_in_proportion_to_candidates() -> None:
-    def calls(num: int) -> int:
+    def work(num: int) -> int:
         a = identical(num, bucket_cap_bytes=320)
         b = a.with_options(Options(strategy="none", planner="none/1"))
         plans = make_plan(a).decision, make_plan(b).decision
-        return calls_of(lambda: (diff_requests(a, b), diff_decisions(a, plans[0], b, plans[1]), first_difference(a, b)))
+        return work_of(lambda: (diff_requests(a, b), diff_decisions(a, plans[0], b, plans[1]), first_difference(a, b)))
 
-    assert calls(800) < 2.5 * calls(400)
+    assert work(400) < 2.5 * work(200)
 
 
 def test_results_hold_plain_values_only() -> None:

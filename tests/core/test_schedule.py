@@ -13,8 +13,9 @@ from hypothesis import given, settings
 
 from bucketplan_core import schedule
 from bucketplan_core.collectives import Candidate, FixedCollective, Group, Options
+from bucketplan_core.groups import group_digests
 from bucketplan_core.legality import check_decision
-from bucketplan_core.plan import Decision, Step, StepOp
+from bucketplan_core.plan import Decision, Plan, Step, StepOp
 from bucketplan_core.planning import make_plan
 from bucketplan_core.request import Request
 from bucketplan_core.schedule import (
@@ -361,21 +362,24 @@ def test_a_tangle_that_halving_does_not_resolve_is_split_whole(monkeypatch: pyte
     assert sorted(placement.members for placement in placements) == [(0,), (1,), (2,), (3,)]
 
 
-def calls_of(run: Callable[[], object]) -> int:
-    """How many functions `run` calls, built-in ones included: work that no other load of the machine changes."""
-    calls = 0
+def work_of(run: Callable[[], object]) -> int:
+    """How many bytecodes `run` executes: work that no other load of the machine changes."""
+    executed = 0
 
-    def hook(frame: object, event: str, argument: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
+    def trace(frame: Any, event: str, argument: object) -> Any:
+        nonlocal executed
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
+        executed += event == "opcode"
+        return trace
 
-    before = sys.getprofile()
-    sys.setprofile(hook)
+    before = sys.gettrace()
+    sys.settrace(trace)
     try:
         run()
     finally:
-        sys.setprofile(before)
-    return calls
+        sys.settrace(before)
+    return executed
 
 
 def identical(num: int, **options: Any) -> Request:
@@ -394,15 +398,50 @@ def chained(num: int, **options: Any) -> Request:
     )
 
 
-@pytest.mark.parametrize("placement", ["original", "scheduled"])
-@pytest.mark.parametrize("make", [identical, chained])
-@pytest.mark.parametrize("cap", [1, 64, 10**9])
-def test_work_grows_in_proportion_to_candidates(make: Callable[..., Request], placement: str, cap: int) -> None:
-    def calls(num: int) -> int:
-        request = make(num, placement=placement, bucket_cap_bytes=cap, first_bucket_cap_bytes=cap)
-        return calls_of(lambda: make_plan(request))
+def scattered(num: int, **options: Any) -> Request:
+    """Every gather in a group and lane of its own, with a fixed collective beside it that reads the result."""
+    roles = [f"g{k % 900:04}" for k in range(num)]
+    return Request.build(
+        num_segments=4,
+        groups=[Group(role=role, size=2) for role in dict.fromkeys(roles)],
+        candidates=[gather(roles[k], launch_order=3 * k, wait_order=3 * k + 1) for k in range(num)],
+        fixed=[
+            FixedCollective(kind="send", group=roles[k], launch=0, launch_order=3 * k + 2, depends_on=(k,))
+            for k in range(num)
+        ],
+        options=replace(Options(strategy="size", planner="size/1"), **options),
+    )
 
-    assert calls(800) < 2.5 * calls(400)
+
+MAKERS = (identical, chained, scattered)
+
+
+@pytest.mark.parametrize("placement", ["original", "scheduled"])
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("cap", [1, 64, 10**9])
+def test_planning_grows_in_proportion_to_candidates(make: Callable[..., Request], placement: str, cap: int) -> None:
+    def work(num: int) -> int:
+        request = make(num, placement=placement, bucket_cap_bytes=cap, first_bucket_cap_bytes=cap)
+        return work_of(lambda: make_plan(request))
+
+    assert work(400) < 2.5 * work(200)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_reading_checking_and_digests_grow_in_proportion_to_candidates(make: Callable[..., Request]) -> None:
+    def work(num: int) -> int:
+        data = make(num).encoded
+        plan = make_plan(make(num))
+
+        def run() -> None:
+            request = Request.decode(data)
+            decision = Plan.decode(plan.encoded).decision
+            check_decision(request, decision)
+            group_digests(request, decision)
+
+        return work_of(run)
+
+    assert work(400) < 2.5 * work(200)
 
 
 @pytest.mark.parametrize("placement", ["original", "scheduled"])
