@@ -17,7 +17,17 @@ from bucketplan_core.request import Request
 
 __all__ = ["Binding", "CandidateNodes", "Description", "GraphSnapshot", "Skipped"]
 
-_WATCHED_META = ("comm_type", "comm_group", "fsdp_degree", "param_name", "state_idx", "fsdp_bucket_id", "wait_for")
+_WATCHED_META = (
+    "comm_type",
+    "comm_group",
+    "fsdp_degree",
+    "param_name",
+    "state_idx",
+    "fsdp_bucket_id",
+    "wait_for",
+    "autograd_backward",
+)
+_WATCHED = frozenset(_WATCHED_META)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +68,7 @@ class GraphSnapshot:
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self.nodes = tuple(nodes)
         self._state = [(node.target, node.args, node.kwargs) for node in nodes]
-        self._meta = {
-            node: tuple(node.meta.get(key) for key in _WATCHED_META)
-            for node in nodes
-            if any(key in node.meta for key in _WATCHED_META)
-        }
+        self._meta = [_watched(node) for node in nodes]
 
     def first_change(self, graph: fx.Graph) -> str | None:
         """What differs in `graph` since the snapshot, in words, None when nothing does."""
@@ -76,13 +82,11 @@ class GraphSnapshot:
             replaced = node.args is not args or node.kwargs is not kwargs
             if replaced and (node.args != args or node.kwargs != kwargs):
                 return f"node {node.name!r} has other arguments"
+            if _watched(node) != self._meta[count]:
+                return f"node {node.name!r} has other metadata"
             count += 1
         if count != len(self.nodes):
             return f"node {self.nodes[count].name!r} is gone"
-        for node, values in self._meta.items():
-            for key, value in zip(_WATCHED_META, values, strict=True):
-                if node.meta.get(key) != value:
-                    return f"node {node.name!r} has other metadata {key!r}"
         return None
 
     def restore_arguments(self) -> None:
@@ -94,6 +98,11 @@ class GraphSnapshot:
                 node.args = args
             if node.kwargs is not kwargs:
                 node.kwargs = kwargs
+
+
+def _watched(node: fx.Node) -> tuple[Any, ...] | None:
+    meta = node.meta
+    return None if _WATCHED.isdisjoint(meta) else tuple(map(meta.get, _WATCHED_META))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from torch import fx
 from bucketplan_client.capture.binding import Description
 from bucketplan_client.capture.describe import describe_graph
 from bucketplan_client.capture.pause import collector_paused
+from bucketplan_client.capture.shapes import facts_of
 from bucketplan_client.rewrite.emit import BucketEmitter, Member
 from bucketplan_client.rewrite.errors import RewriteError, StalePlan
 from bucketplan_client.rewrite.fakes import FakeValues
@@ -72,7 +73,7 @@ def apply_plan(
     """
     binding = description.binding
     graph = binding.module.graph
-    change = binding.snapshot.first_change(graph)
+    change = binding.snapshot.first_change(graph) or _changed_tensor(description)
     if change is not None:
         raise StalePlan(change)
     check_decision(description.request, plan.decision)
@@ -86,11 +87,21 @@ def apply_plan(
             journal.roll_back()
             raise
         journal.commit()
-    statistics = _statistics(description.request, plan.decision, applied_kinds)
-    binding.module.meta.update(statistics)
     if recompile and (journal.created or journal.moved):
         binding.module.recompile()
+    statistics = _statistics(description.request, plan.decision, applied_kinds)
+    binding.module.meta.update(statistics)
     return Applied(description, statistics)
+
+
+def _changed_tensor(description: Description) -> str | None:
+    """The first candidate whose tensor is no longer of the shape and dtype that the plan was made for, in words."""
+    for candidate, nodes in zip(description.request.candidates, description.binding.candidates, strict=True):
+        for node, shape in ((nodes.input, candidate.input_shape), (nodes.wait, candidate.output_shape)):
+            facts = facts_of(node)
+            if facts is None or facts.shape != shape or facts.dtype is not nodes.dtype:
+                return f"node {node.name!r} is not {candidate.dtype} of shape {shape} any more"
+    return None
 
 
 class _Rewrite:
@@ -288,6 +299,10 @@ def _check_order(journal: Journal) -> None:
         for user in node.users:
             if user not in gone and not node < user:
                 raise RewriteError(node.name, f"its user {user.name!r} would come before it")
+    for node in gone:
+        for user in node.users:
+            if user not in gone:
+                raise RewriteError(node.name, f"{user.name!r} would still read it after it is erased")
 
 
 def _statistics(request: Request, decision: Decision, kinds: frozenset[str]) -> dict[str, dict[str, int]]:
