@@ -21,7 +21,7 @@ from bucketplan_client.rewrite.emit import BucketEmitter, Member
 from bucketplan_client.rewrite.errors import RewriteError, StalePlan
 from bucketplan_client.rewrite.fakes import FakeValues
 from bucketplan_client.rewrite.journal import Journal
-from bucketplan_core.collectives import ALL_GATHER_KINDS, KINDS
+from bucketplan_core.collectives import ALL_GATHER_KINDS, KINDS, REDUCE_KINDS
 from bucketplan_core.legality import check_decision
 from bucketplan_core.plan import Decision, Plan, StepOp
 from bucketplan_core.request import Request
@@ -57,8 +57,11 @@ def apply_ag_buckets(description: Description, plan: Plan, *, recompile: bool = 
 
 
 def apply_rs_buckets(description: Description, plan: Plan, *, recompile: bool = True) -> Applied:
-    """Apply the reduce-scatter buckets of `plan` alone."""
-    return apply_plan(description, plan, kinds=("fsdp_reduce_scatter",), recompile=recompile)
+    """Apply the buckets of `plan` that reduce gradients: reduce-scatters, and the all-reduces that feed or follow them.
+
+    One without the other would leave an all-reduce before the reduce-scatter that it reads.
+    """
+    return apply_plan(description, plan, kinds=REDUCE_KINDS, recompile=recompile)
 
 
 def apply_plan(
