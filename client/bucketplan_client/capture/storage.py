@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -30,12 +31,16 @@ class StorageMap:
         self.barriers: list[int] = []
         writes: list[tuple[int, fx.Node]] = []
         by_fake_storage: dict[int, fx.Node] = {}
+        by_attribute: dict[Any, fx.Node] = {}
         for index, node in enumerate(nodes):
             self._parent[node] = node
             if node.op == "placeholder":
                 self._join_aliased_input(node, by_fake_storage)
                 continue
-            if node.op in ("output", "get_attr"):
+            if node.op == "get_attr":
+                self._join(node, by_attribute.setdefault(node.target, node))
+                continue
+            if node.op == "output":
                 continue
             if is_functional_collective(node):
                 continue

@@ -256,7 +256,7 @@ class Timeline:
             return found[owner].earliest_launch, owner
         if source in self._fixed_wait:
             return self.at(source), len(self.candidates) + self._fixed_wait[source]
-        if source.op in ("placeholder", "get_attr"):
+        if source.op == "get_attr":
             return 0, None
         index = self.storage.position[source]
         return self._before[index] + self.is_compute[index], None

@@ -185,6 +185,8 @@ class BucketEmitter:
             node = member.nodes.input
             if node not in member.nodes.prep or packet_of(node) not in CAST_OPS or node.target is not first.target:
                 return None
+            if any(_is_strided_format(value) for value in (*node.args, *node.kwargs.values())):
+                return None
             if node.args[1:] != first.args[1:] or dict(node.kwargs) != dict(first.kwargs):
                 return None
             if len(node.all_input_nodes) != 1 or node.args[:1] != (node.all_input_nodes[0],):
@@ -223,7 +225,7 @@ class BucketEmitter:
         A clone stays one: inside Inductor `contiguous` has no lowering, and a clone is its decomposition.
         """
         if packet_of(node) is not aten.clone:
-            self._journal.retarget(node, aten.contiguous.default, (node.all_input_nodes[0],))
+            self._journal.retarget(node, aten.contiguous.default)
         for key, value in (
             ("autograd_backward", True),
             ("fsdp_bucket_id", self._bucket.id),
@@ -265,6 +267,9 @@ class BucketEmitter:
                 fsdp_bucket_copy_out=self._bucket.id,
             )
             if self._as_bytes and member.nodes.dtype is not torch.uint8:
+                if not width:
+                    # Rows of no bytes have a stride that is no multiple of the element's; a flat tensor has none.
+                    copied = self._reshape(copied, [0])
                 copied = self._create(
                     aten.view.dtype,
                     (copied, member.nodes.dtype),
@@ -304,6 +309,11 @@ class BucketEmitter:
             param_name=member.candidate.param_name,
             state_idx=member.candidate.state_idx,
         )
+
+
+def _is_strided_format(value: Any) -> bool:
+    """Whether an argument of a cast asks for strides that a flat buffer cannot have."""
+    return isinstance(value, torch.memory_format) and value not in (torch.contiguous_format, torch.preserve_format)
 
 
 def _cast_arguments(cast: fx.Node, source: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -49,13 +49,11 @@ class Journal:
         anchor.prepend(node)
         self.moved.append(node)
 
-    def retarget(self, node: fx.Node, target: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """Turn `node` into a call of `target`."""
+    def retarget(self, node: fx.Node, target: Callable[..., Any]) -> None:
+        """Turn `node` into a call of the function `target` with the same arguments."""
         self._operations.append((node, node.op))
         node.op = "call_function"
         node.target = target
-        node.args = args
-        node.kwargs = {}
 
     def set_meta(self, node: fx.Node, key: str, value: Any) -> None:
         self._meta.append((node, key, node.meta.get(key, _ABSENT)))
