@@ -2,7 +2,7 @@
 
     1  start the server on a fresh SQLite file
     2  train a transformer on two gloo ranks three ways, each bucketed as the server says; compare the losses
-    3  kill the server with SIGKILL, start it again on the same file
+    3  kill the server with SIGKILL, delete the job's own plan cache, start the server again on the same file
     4  train once more; the server must plan nothing a second time
 
 Exits with 0 only if everything held. ``--keep-serving`` leaves the server up to look at its plans.
@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,6 +32,7 @@ from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
 FOLDER = HERE.parents[1] / "build" / "demo"
+"""Emptied at every start, unless `--folder` names another."""
 NUM_RANKS = 2
 TRAIN_TIMEOUT_S = 240.0
 
@@ -64,8 +66,11 @@ def main() -> int:
     started = time.monotonic()
     checks = Checks()
     try:
-        with PlanningServer(FOLDER) as server:
-            signature = _demonstrate(server, checks, num_steps=args.steps)
+        _heading("A planning server on a fresh database")
+        shutil.rmtree(args.folder, ignore_errors=True)
+        args.folder.mkdir(parents=True)
+        with PlanningServer(args.folder) as server:
+            signature = _demonstrate(server, args.folder, checks, num_steps=args.steps)
             console.print(
                 f"\n{'All of it held' if not checks.failed else 'NOT all of it held'}, "
                 f"{time.monotonic() - started:.0f} s."
@@ -86,6 +91,9 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train on two ranks with plans from a planning server.")
     parser.add_argument("--keep-serving", action="store_true", help="leave the server running at the end")
     parser.add_argument("--steps", type=int, default=20, help="training steps of the first run (default 20)")
+    parser.add_argument(
+        "--folder", type=Path, default=FOLDER, help=f"working folder, emptied (default {_shown(FOLDER)})"
+    )
     return parser.parse_args()
 
 
@@ -93,28 +101,28 @@ def _interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _demonstrate(server: PlanningServer, checks: Checks, *, num_steps: int) -> str:
+def _demonstrate(server: PlanningServer, folder: Path, checks: Checks, *, num_steps: int) -> str:
     """Run all steps; returns the signature of a plan worth looking at."""
-    _heading("A planning server on a fresh database")
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    FOLDER.mkdir(parents=True)
     server.start()
     console.print(f"    {server.address}, process {server.process_id}, plans in {_shown(server.database)}")
 
     _heading(f"Training on {NUM_RANKS} ranks three ways, each with its plan from the server")
-    first = _train(server, FOLDER / "first", num_steps)
+    cache = folder / "cache"
+    first = _train(server, cache, folder / "first", num_steps)
     console.print(_table(first))
     _check_training(checks, first)
     planned = server.metric("bucketplan_plannings_total", outcome="stored")
     checks.that("each way was planned once for both ranks", planned == len(first[0]), f"{planned:.0f} plannings")
 
-    _heading("SIGKILL for the server, and a new one on the same database")
+    _heading("SIGKILL for the server, and a new one on the same database; the job loses its plan cache too")
     server.kill()
+    checks.that("the job had kept its plans on disk", any(cache.rglob("*.plan")))
+    shutil.rmtree(cache)
     server.start()
     console.print(f"    {server.address}, process {server.process_id}")
 
     _heading("Training again")
-    second = _train(server, FOLDER / "second", max(2, num_steps // 4))
+    second = _train(server, cache, folder / "second", max(2, num_steps // 4))
     planned = server.metric("bucketplan_plannings_total", outcome="stored")
     misses = server.metric("bucketplan_plan_misses_total")
     stored = server.metric("bucketplan_plan_hits_total", source="store")
@@ -123,6 +131,9 @@ def _demonstrate(server: PlanningServer, checks: Checks, *, num_steps: int) -> s
         planned == 0 and misses == 0 and stored >= 1,
         f"{planned:.0f} plannings and {misses:.0f} misses since the restart, {stored:.0f} plans read from the database",
     )
+    taken = sum((Counter(way["taken_from"]) for ways in second for way in ways.values()), Counter())
+    sources = ", ".join(f"{number} from the {source}" for source, number in sorted(taken.items()))
+    checks.that("no rank planned by itself or found a plan on disk", set(taken) <= {"server", "store"}, sources)
     for fact in ("signature", "digest"):
         same = all(way[fact] == ways[name][fact] for ways in second for name, way in first[0].items())
         checks.that(f"the {fact}s are those of before the crash", same)
@@ -137,12 +148,22 @@ def _demonstrate(server: PlanningServer, checks: Checks, *, num_steps: int) -> s
     return signature
 
 
-def _train(server: PlanningServer, out: Path, num_steps: int) -> list[Ways]:
+def _train(server: PlanningServer, cache: Path, out: Path, num_steps: int) -> list[Ways]:
     """Run the job under torchrun; what each rank found. Raises `DemoFailed`."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(NUM_RANKS)),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--no-python", sys.executable),
-        *(str(HERE / "train.py"), "--server", server.address, "--out", str(out), "--steps", str(num_steps)),
+        *(
+            str(HERE / "train.py"),
+            "--server",
+            server.address,
+            "--cache",
+            str(cache),
+            "--out",
+            str(out),
+            "--steps",
+            str(num_steps),
+        ),
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     for name in [name for name in environment if name.startswith("BUCKETPLAN_")]:
@@ -202,8 +223,8 @@ def _check_training(checks: Checks, ranks: list[Ways]) -> None:
 
 def _table(ranks: list[Ways]) -> Table:
     """Fits 80 columns, so that logs show it as terminals do."""
-    table = Table(title="one training step on rank 0", title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("", "collectives", "buckets", "packed", "time", "loss first, last", "plan"):
+    table = Table(title="one training step on rank 0", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("", "collectives", "buckets", "packed", "time", "losses", "plan"):
         table.add_column(heading, justify="left" if heading in ("", "plan") else "right", no_wrap=True)
     plain = statistics.median(ranks[0]["none"]["step_ns"])
     for name, way in ranks[0].items():
@@ -213,7 +234,7 @@ def _table(ranks: list[Ways]) -> Table:
             str(way["num_buckets"]),
             f"{way['packed_bytes'] / 2**20:.1f} MiB",
             f"{statistics.median(way['step_ns']) / plain:.2f}",
-            f"{way['losses'][0]:.4f}, {way['losses'][-1]:.4f}",
+            f"{way['losses'][0]:.3f}, {way['losses'][-1]:.3f}",
             way["signature"][:8],
         )
     table.caption = "time: median step as a ratio to no buckets, the ways taking turns in one run"
@@ -223,6 +244,8 @@ def _table(ranks: list[Ways]) -> Table:
 
 def _say_where(server: PlanningServer, signature: str, *, keep_serving: bool) -> None:
     console.print(f"The plan of way 'module': {server.address}/v1/plans/{signature}")
+    if server.has_page(signature):
+        console.print(f"The same as a page:       {server.address}/plans/{signature}")
     if keep_serving:
         console.print(f"The server keeps running as process {server.process_id}; end it with: kill {server.process_id}")
         return

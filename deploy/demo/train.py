@@ -29,6 +29,7 @@ from demojob.training import Trainer, shards_of
 from torch import Tensor
 
 from bucketplan_client import PlanClient
+from bucketplan_client.cache import PlanCache
 
 WAYS = ("none", "size", "module")
 BATCH = 4
@@ -60,6 +61,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--server", required=True, help="address of the planning server")
+    parser.add_argument("--cache", type=Path, required=True, help="folder of this host's plan cache")
     parser.add_argument("--out", type=Path, required=True, help="folder for result.json")
     parser.add_argument("--steps", type=int, default=20)
     return parser.parse_args()
@@ -77,11 +79,12 @@ def _train(args: argparse.Namespace) -> None:
 
     _say(f"tracing forward and backward of {sum(p.numel() for p in model.parameters()):,} parameters")
     graph = shard_graph(trace_joint(model, *batch(0)), _policy(world))
+    cache = PlanCache(args.cache)
     ways: dict[str, Way] = {}
-    with PlanClient(args.server, rank=rank, job="demo") as client:
+    with PlanClient(args.server, rank=rank) as client:
         for name in WAYS:
             own = _copy_of(graph)
-            bucketed = bucket_graph(own, name, model=model, client=client)
+            bucketed = bucket_graph(own, name, model=model, client=client, cache=cache)
             shards = shards_of(model, own, dict.fromkeys(own.param_names, (rank, world)))
             ways[name] = Way(bucketed, Trainer(own, shards, list(model.buffers())))
             _say(
