@@ -220,6 +220,54 @@ def test_no_collective_is_launched_before_its_input_is_given(placement: str) -> 
     assert check(late_inputs, placement=placement).sizes == [2]
 
 
+def own_group_nodes() -> tuple[GraphBuilder, fx.GraphModule]:
+    """As tracers leave graphs that are compiled on one rank for all: each collective finds its group anew."""
+    build = GraphBuilder()
+    params = [build.tensor(f"w{index}", (2, 3)) for index in range(3)]
+    mesh = build.opaque("mesh")
+    used = []
+    for param in params:
+        wait = build.wait(build.all_gather(param, RANKS, build.mesh_group(mesh, 0)))
+        used.append(build.call(aten.mul.Tensor, wait, 2))
+    reduced = [build.wait(build.reduce_scatter(value, "avg", RANKS, build.mesh_group(mesh, 0))) for value in used]
+    return build, build.module(*used, *reduced)
+
+
+@pytest.mark.parametrize("placement", ["original", "scheduled"])
+def test_finding_the_group_anew_does_not_keep_collectives_apart(placement: str) -> None:
+    build, gm = own_group_nodes()
+    assert rewrite(gm, placement=placement).sizes == [3, 3]
+    key = ("_dtensor.mesh_get_process_group.default", ("mesh", "0"))
+    assert_same_results(own_group_nodes()[1], gm, build.draw_inputs(RANKS, 15), {key: GROUPS["dp"]})
+
+
+def one_attribute_node() -> tuple[GraphBuilder, fx.GraphModule]:
+    """One get_attr node, right before the first of the two gathers that read it."""
+    build = GraphBuilder()
+    hidden, other = build.tensor("hidden", (2,)), build.tensor("other", (1, 3))
+    hidden = build.call(aten.neg.default, hidden)
+    used = [build.call(aten.mul.Tensor, gathered(build, other), 2)]
+    hidden = build.call(aten.neg.default, hidden)
+    shard = build.attribute("weight", torch.arange(6.0).reshape(2, 3))
+    used += [build.call(aten.mul.Tensor, gathered(build, shard), 2) for _ in range(2)]
+    return build, build.module(hidden, *used)
+
+
+def test_an_attribute_that_two_launches_read_stays_before_both() -> None:
+    build, gm = one_attribute_node()
+    description = describe_graph(gm, options=size_options())
+    other, first, second = description.request.candidates
+    assert 0 < other.launch < first.launch
+    placements = [
+        Placement((0,), other.launch, other.wait),
+        Placement((1,), 0, first.wait),
+        Placement((2,), other.launch, second.wait),
+    ]
+    apply_plan(description, Plan(decision=decide(description.request, "size/1", placements)))
+    gm.graph.lint()
+    assert_same_results(one_attribute_node()[1], gm, build.draw_inputs(RANKS, 16), GROUPS)
+
+
 def views_before_the_wait() -> tuple[GraphBuilder, fx.GraphModule]:
     build = GraphBuilder()
     params = [build.tensor(f"w{index}", (2, 4)) for index in range(3)]

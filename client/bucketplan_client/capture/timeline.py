@@ -152,8 +152,10 @@ class Timeline:
                 self._owner[node] = number
         self._fixed_launch = {collective.node: number for number, collective in enumerate(fixed)}
         self._fixed_wait = {wait: number for number, wait in enumerate(fixed_waits) if wait is not None}
+        self._lookups = self._group_lookups()
         self.is_compute = [
             node.op not in ("placeholder", "get_attr", "output")
+            and node not in self._lookups
             and node not in self._owner
             and node not in self._fixed_launch
             and node not in self._fixed_wait
@@ -165,6 +167,19 @@ class Timeline:
         self.num_compute = self._before[-1]
         self.windows = self._windows()
         self._cuts = self._cut()
+
+    def _group_lookups(self) -> set[fx.Node]:
+        """Nodes that only find a group on the rank's own mesh: like attributes, they can stand anywhere."""
+        groups = [candidate.group for candidate in self.candidates] + [collective.group for collective in self.fixed]
+        barriers = frozenset(self.storage.barriers)
+        return {
+            group
+            for group in groups
+            if isinstance(group, fx.Node)
+            and group.op == "call_function"
+            and all(source.op in ("placeholder", "get_attr") for source in group.all_input_nodes)
+            and self.storage.position[group] not in barriers
+        }
 
     def at(self, node: fx.Node) -> int:
         """Compute nodes that stand before `node`."""
@@ -258,6 +273,8 @@ class Timeline:
             return self.at(source), len(self.candidates) + self._fixed_wait[source]
         if source.op == "get_attr":
             return 0, None
+        if source in self._lookups:
+            return max((self._ready(given, found)[0] for given in source.all_input_nodes), default=0), None
         index = self.storage.position[source]
         return self._before[index] + self.is_compute[index], None
 

@@ -120,8 +120,11 @@ class _Rewrite:
         self._emitters: dict[int, BucketEmitter] = {}
         self._touched: set[int] = set()
         self._renamed: dict[str, fx.Node] = {}
-        # Views of results that other candidates are launched on, as long as they stand where they did.
-        self._feeding_views = {view for nodes in description.binding.candidates for view in nodes.feeds}
+        self._settled: set[fx.Node] = set()
+        # What launches read that can stand anywhere before them, as long as it stands where it did: views of results
+        # that feed other candidates, and nodes that find a group.
+        self._movable = {view for nodes in description.binding.candidates for view in nodes.feeds}
+        self._movable |= {nodes.group for nodes in description.binding.candidates if isinstance(nodes.group, fx.Node)}
 
     def run(self) -> None:
         original = self._original_intervals()
@@ -223,29 +226,31 @@ class _Rewrite:
             self._renamed[member.launch.name] = launch
 
     def _hoist(self, anchor: fx.Node, prep: Sequence[fx.Node], launches: Sequence[fx.Node]) -> None:
-        """Bring preparation right before the anchor, and what it reads of attributes and views that stand behind."""
+        """Bring preparation right before the anchor, and what it reads of attributes, groups and views from behind."""
         position = self._binding.position
-        anchor_at = position[anchor]
         for reader in (*prep, *launches):
             for source in reader.all_input_nodes:
-                if source.op == "get_attr" and position[source] > anchor_at:
-                    self._journal.move_before(anchor, source)
-                elif source in self._feeding_views:
-                    self._hoist_view(anchor, source)
+                if source.op == "get_attr" or source in self._movable:
+                    self._hoist_source(anchor, source)
         for node in sorted(prep, key=position.__getitem__):
             self._journal.move_before(anchor, node)
 
-    def _hoist_view(self, anchor: fx.Node, view: fx.Node) -> None:
-        """Bring a view, and the views that it is taken of, before the anchor unless they stand there."""
-        if view not in self._feeding_views or self._binding.position[view] < self._binding.position[anchor]:
+    def _hoist_source(self, anchor: fx.Node, source: fx.Node) -> None:
+        """Bring `source`, and what it is made of, before the anchor unless it stands there; anchors only go down, so
+        what was moved once stands before every later one.
+        """
+        is_movable = source.op == "get_attr" or source in self._movable
+        if not is_movable or source in self._settled:
             return
-        for source in view.all_input_nodes:
-            self._hoist_view(anchor, source)
-        self._move_view(anchor, view)
+        if self._binding.position[source] < self._binding.position[anchor]:
+            return
+        for given in source.all_input_nodes:
+            self._hoist_source(anchor, given)
+        self._settle(anchor, source)
 
-    def _move_view(self, anchor: fx.Node, view: fx.Node) -> None:
-        self._feeding_views.discard(view)
-        self._journal.move_before(anchor, view)
+    def _settle(self, anchor: fx.Node, node: fx.Node) -> None:
+        self._settled.add(node)
+        self._journal.move_before(anchor, node)
 
     def _emit_wait(self, anchor: fx.Node, index: int) -> None:
         bucket = self._decision.buckets[index]
@@ -262,7 +267,7 @@ class _Rewrite:
             if self._binding.position[view] < anchor_at or view in member.feeds
         ]
         for view in sorted(views, key=self._binding.position.__getitem__):
-            self._move_view(anchor, view)
+            self._settle(anchor, view)
 
     def _replace_members(self, index: int, nodes: Sequence[Any]) -> None:
         emitter = self._emitters[index]
