@@ -23,7 +23,10 @@ def parameter_name(entry: Recognised) -> str | None:
     if isinstance(annotated, str):
         return annotated
     if entry.source is not None:
-        return _described(entry.source.meta.get("desc")) or str(entry.source.target)
+        named = entry.source.meta.get("param_name")
+        return (
+            named if isinstance(named, str) else _described(entry.source.meta.get("desc")) or str(entry.source.target)
+        )
     if entry.output_slot is None:
         return None
     outputs = entry.wait.graph.output_node().meta.get("desc")

@@ -1,0 +1,123 @@
+"""Plans in HyperParallel's graph mode: a pass that its pipeline runs like one of its own, behind its FSDP pass.
+
+    from bucketplan_client.hyperparallel import BucketingPass
+    graph_module = BucketingPass(plans, options=options).run(graph_module, pass_config, model=model)
+
+Its graphs are annotated, so nothing has to be recognised, and have ways of their own: collectives are called as
+overload packets (``all_gather_into_tensor`` without ``.default``), nodes that its passes inserted carry no fake value,
+and side-effecting calls free the storage of gathered parameters. All of that is read as it stands; a member of a
+bucket gets storage of its own, so a free still frees one parameter. Its overlap pass runs later and expects each wait
+right behind its launch, which is what placement ``original`` keeps.
+
+The pass does nothing, with the reason at info level, where `pass_config` has ``fsdp_bucketing`` or ``fsdp_enabled``
+off or a ``dp_mode`` without shards (``ddp``), without torch.distributed, and in a world of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from bucketplan_client.errors import ScopeError
+from bucketplan_client.membership import GroupLike, is_distributed, members_of
+from bucketplan_client.passes import FsdpBucketingPass, LocalPlans, PlanSource
+from bucketplan_client.scopes import ModuleScope, build_module_bucket_plans
+from bucketplan_core.collectives import Options
+from bucketplan_core.planners import current_version
+
+__all__ = ["EXPERT_GROUP", "FSDP_GROUP", "REPLICATE_GROUP", "BucketingPass", "options_of", "run"]
+
+FSDP_GROUP = "fsdp"
+EXPERT_GROUP = "fsdp_expert"
+REPLICATE_GROUP = "dp_replicate"
+"""Names under which HyperParallel registers its groups, unless a run names others."""
+
+_SHARDING_MODES = frozenset({"fsdp", "hsdp"})
+
+
+def options_of(pass_config: Any) -> Options:
+    """Planning options for `pass_config`: its module buckets (``fsdp_bucket_modules``), else buckets by size."""
+    strategy = "module" if getattr(pass_config, "fsdp_bucket_modules", None) else "size"
+    return Options(strategy=strategy, planner=current_version(strategy), placement="original")
+
+
+class BucketingPass:
+    """HyperParallel's pass protocol (`name`, `run`) over `FsdpBucketingPass`.
+
+    `options` default to those of the configuration of each run (`options_of`); `arguments` go to `FsdpBucketingPass`.
+    """
+
+    name = "fsdp_bucketing"
+
+    def __init__(self, plans: PlanSource | None = None, *, options: Options | None = None, **arguments: Any) -> None:
+        self._plans = plans if plans is not None else LocalPlans()
+        self._options = options
+        self._arguments = arguments
+
+    def run(
+        self,
+        graph_module: fx.GraphModule,
+        pass_config: Any,
+        *,
+        model: nn.Module | None = None,
+        fsdp_group_name: str = FSDP_GROUP,
+        fsdp_expert_group_name: str = EXPERT_GROUP,
+        dp_replicate_group_name: str = REPLICATE_GROUP,
+        expert_param_names: Collection[str] = (),
+        **_: Any,
+    ) -> fx.GraphModule:
+        """Rewrite the graph in place and return it; call it on every rank. What other passes need is ignored.
+
+        `model` is read for module buckets only. The expert group is looked at only if there are `expert_param_names`.
+        Raises `ScopeError` for module buckets that do not fit `model`, else what `FsdpBucketingPass` raises.
+        """
+        options = self._options if self._options is not None else options_of(pass_config)
+        roles = [fsdp_group_name, dp_replicate_group_name]
+        if expert_param_names:
+            roles.append(fsdp_expert_group_name)
+        mode = str(getattr(pass_config, "dp_mode", "fsdp")).lower()
+        bucketing = FsdpBucketingPass(
+            self._plans,
+            options=options,
+            enabled=bool(getattr(pass_config, "fsdp_bucketing", True)),
+            fsdp_enabled=bool(getattr(pass_config, "fsdp_enabled", True)),
+            # Hybrid sharding gathers and scatters within each replica as fsdp does; ddp gathers nothing.
+            data_parallel_mode="fsdp" if mode in _SHARDING_MODES else mode,
+            groups=_known_groups(roles),
+            scopes=_scopes(options, getattr(pass_config, "fsdp_bucket_modules", None), model),
+            only_roles=roles,
+            **self._arguments,
+        )
+        return bucketing(graph_module)
+
+
+def run(graph_module: fx.GraphModule, pass_config: Any, **kwargs: Any) -> fx.GraphModule:
+    """`BucketingPass.run` as a function; `plans` and `options` may be among `kwargs`."""
+    plans, options = kwargs.pop("plans", None), kwargs.pop("options", None)
+    return BucketingPass(plans, options=options).run(graph_module, pass_config, **kwargs)
+
+
+def _scopes(
+    options: Options, modules: Sequence[str | Sequence[str]] | None, model: nn.Module | None
+) -> tuple[ModuleScope, ...]:
+    if options.strategy != "module":
+        return ()
+    if model is None:
+        raise ScopeError(
+            f"module buckets {modules!r} need the live model", remedy="Pass model=... to the pass, as to the FSDP pass"
+        )
+    return build_module_bucket_plans(model, modules or ())
+
+
+def _known_groups(names: Collection[str]) -> dict[str, GroupLike]:
+    """Those of `names` that are process groups here: compared also by a rank whose graph cannot be read."""
+    known: dict[str, GroupLike] = {}
+    for name in names if is_distributed() else ():
+        try:
+            members_of(name)
+        except LookupError:
+            continue
+        known[name] = name
+    return known
