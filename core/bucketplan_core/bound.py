@@ -24,7 +24,13 @@ __all__ = ["lower_bound_ns"]
 
 
 def lower_bound_ns(cost: CostModel) -> int:
-    """The bound in ns; O(number of release gaps x number of deadlines)."""
+    """The bound in ns, computed once a cost model; O(number of release gaps x number of deadlines)."""
+    if "step" not in cost.bounds:
+        cost.bounds["step"] = _bound(cost)
+    return cost.bounds["step"]
+
+
+def _bound(cost: CostModel) -> int:
     request = cost.request
     releases = {c.earliest_launch for c in request.candidates} | {f.launch for f in request.fixed}
     gaps = as_int64(sorted(releases))

@@ -13,7 +13,7 @@ Every quotient is rounded up. Nothing here is a float, so plans do not depend on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -132,6 +132,8 @@ class CostModel:
     fixed_ns: tuple[int, ...]
     fixed_streams: tuple[int, ...]
     uncosted: tuple[str, ...]
+    bounds: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
+    """What others computed from this model once and look up again."""
 
     @classmethod
     def build(cls, request: Request, profile: CostProfile, hardware: Hardware | None = None) -> CostModel:
@@ -147,7 +149,7 @@ class CostModel:
             raise PlanningError(
                 "hardware", None, "there are no figures to cost with; name a preset or measure a profile"
             )
-        total = sum(c.input_bytes + c.output_bytes for c in request.candidates) + sum(profile.fixed_bytes)
+        total = sum(c.full_bytes for c in request.candidates) + sum(profile.fixed_bytes)
         if total > MAX_TOTAL_BYTES:
             raise PlanningError(
                 "hardware", total, f"tensors of more than {MAX_TOTAL_BYTES} bytes together cannot be planned"
@@ -192,6 +194,21 @@ class CostModel:
         return self.prefix_ns[-1]
 
     @cached_property
+    def input_bytes(self) -> tuple[int, ...]:
+        """Bytes of each candidate's input; shapes are multiplied out once."""
+        return tuple(c.input_bytes for c in self.request.candidates)
+
+    @cached_property
+    def output_bytes(self) -> tuple[int, ...]:
+        return tuple(c.output_bytes for c in self.request.candidates)
+
+    @cached_property
+    def full_bytes(self) -> tuple[int, ...]:
+        """Bytes of each candidate's unsharded tensor."""
+        pairs = zip(self.request.candidates, self.input_bytes, self.output_bytes, strict=True)
+        return tuple(output if c.is_gather else inputs for c, inputs, output in pairs)
+
+    @cached_property
     def live_at_gap(self) -> Int64Array:
         """Activations alive at each gap: what both neighbouring segments hold, at most the lesser."""
         live = as_int64(self.live_bytes)
@@ -207,10 +224,10 @@ class CostModel:
         """
         num_segments = self.request.num_segments
         changes = [0] * (num_segments + 2)
-        for candidate in self.request.candidates:
+        for index, candidate in enumerate(self.request.candidates):
             if held_inputs(candidate):
-                changes[candidate.earliest_launch] += candidate.input_bytes
-            changes[min(candidate.last_use, num_segments) + 1] -= candidate.output_bytes
+                changes[candidate.earliest_launch] += self.input_bytes[index]
+            changes[min(candidate.last_use, num_segments) + 1] -= self.output_bytes[index]
         held: Int64Array = np.cumsum(as_int64(changes))
         return held
 
@@ -221,11 +238,11 @@ class CostModel:
     def bucket(self, members: Sequence[int]) -> BucketCost:
         """The times of the bucket of these candidates, all of one lane."""
         candidates = self.request.candidates
-        full = sum(candidates[m].full_bytes for m in members)
+        full = sum(self.full_bytes[m] for m in members)
         comm = self.lane_models[self.lane_of[members[0]]].time_ns(full)
         if len(members) == 1:
             return BucketCost(comm, self.hardware.launch_ns, 0)
-        packed = sum(candidates[m].input_bytes for m in members)
+        packed = sum(self.input_bytes[m] for m in members)
         unpacked = full if candidates[members[0]].is_gather else 0
         return BucketCost(comm, self.hardware.launch_ns + self.copy_ns(packed), self.copy_ns(unpacked))
 
@@ -238,7 +255,7 @@ class CostModel:
 
     def alone_ns(self, candidate: int) -> int:
         """Communication time of one candidate launched by itself."""
-        return self.lane_models[self.lane_of[candidate]].time_ns(self.request.candidates[candidate].full_bytes)
+        return self.lane_models[self.lane_of[candidate]].time_ns(self.full_bytes[candidate])
 
 
 def segment_times_ns(profile: CostProfile, hardware: Hardware, num_segments: int) -> tuple[int, ...]:

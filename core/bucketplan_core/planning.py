@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from bucketplan_core.assess import assess
 from bucketplan_core.legality import check_decision
-from bucketplan_core.plan import Decision, Plan
+from bucketplan_core.plan import Plan
 from bucketplan_core.planners import find_planner
 from bucketplan_core.profile import CostProfile
 from bucketplan_core.request import Request
 from bucketplan_core.schedule import decide
-from bucketplan_core.wire import WireValue
 
 __all__ = ["make_plan"]
 
@@ -31,17 +31,5 @@ def make_plan(request: Request, profile: CostProfile | None = None) -> Plan:
     )
     check_decision(request, decision)
     return Plan(
-        decision=decision, assessment=_assess(request, decision) | {"profile": bound.digest} | dict(proposal.notes)
+        decision=decision, assessment=assess(request, bound, decision, cost=proposal.cost) | dict(proposal.notes)
     )
-
-
-def _assess(request: Request, decision: Decision) -> dict[str, WireValue]:
-    """What the plan does, counted: collectives before and after, bytes that packing copies."""
-    packed = [bucket for bucket in decision.buckets if len(bucket.members) > 1]
-    return {
-        "num_buckets": len(decision.buckets),
-        "num_candidates": len(request.candidates),
-        "num_fixed": len(request.fixed),
-        "num_fused_buckets": len(packed),
-        "packed_bytes": sum(request.candidates[m].full_bytes for bucket in packed for m in bucket.members),
-    }

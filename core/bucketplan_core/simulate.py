@@ -281,12 +281,12 @@ def _trace(cost: CostModel, decision: Decision, run: Run) -> tuple[TraceEvent, .
 def buffers_of(cost: CostModel, members: Sequence[int]) -> Buffers:
     """What the bucket of these candidates holds, by the table above."""
     candidates = cost.request.candidates
-    inputs = sum(candidates[m].input_bytes for m in members)
-    outputs = sum(candidates[m].output_bytes for m in members)
+    inputs = sum(cost.input_bytes[m] for m in members)
+    outputs = sum(cost.output_bytes[m] for m in members)
     alone = len(members) == 1
     if candidates[members[0]].is_gather:
         return Buffers(inputs + outputs, 0, 0 if alone else outputs, inputs if alone else inputs + outputs)
-    held = sum(candidates[m].input_bytes for m in members if held_inputs(candidates[m]))
+    held = sum(cost.input_bytes[m] for m in members if held_inputs(candidates[m]))
     return Buffers(outputs, 0, 0, held) if alone else Buffers(inputs + outputs, held, 0, inputs)
 
 

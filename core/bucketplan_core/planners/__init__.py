@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bucketplan_core.errors import PlannerUnavailable
+from bucketplan_core.planners.auto import AutoPlanner
 from bucketplan_core.planners.base import Planner, Proposal
 from bucketplan_core.planners.simple import ModulePlanner, NonePlanner, SizePlanner
 
@@ -12,6 +13,7 @@ PLANNERS: tuple[Planner, ...] = (
     NonePlanner(),
     SizePlanner(),
     ModulePlanner(),
+    AutoPlanner(),
 )
 """Every version that this build can replay; the last of a strategy is the current one."""
 

@@ -13,8 +13,6 @@ ahead is the space in which its lane planner is exact.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from bucketplan_core.bound import lower_bound_ns
 from bucketplan_core.cost import CostModel
 from bucketplan_core.errors import PlanningError
@@ -25,7 +23,6 @@ from bucketplan_core.planners.base import Proposal
 from bucketplan_core.planners.simple import SizePlanner
 from bucketplan_core.profile import CostProfile
 from bucketplan_core.request import Request
-from bucketplan_core.schedule import Placement
 from bucketplan_core.wire import WireValue
 
 __all__ = ["AutoPlanner", "default_budget_bytes"]
@@ -33,17 +30,25 @@ __all__ = ["AutoPlanner", "default_budget_bytes"]
 _GIB = 2**30
 
 
-def default_budget_bytes(cost: CostModel) -> int:
-    """The memory budget where the request leaves it open: peak as traced plus max(1 GiB, the two largest blocks)."""
-    alone = [(m,) for m in range(len(cost.request.candidates))]
-    as_traced = Workbench(cost, None).evaluate(alone, ORIGINAL)
-    assert as_traced is not None  # the original schedule is legal by construction of requests
+def default_budget_bytes(cost: CostModel, as_traced: Trial | None = None) -> int:
+    """The memory budget where the request leaves it open: peak as traced plus max(1 GiB, the two largest blocks).
+
+    `as_traced` is the trial of every candidate alone at its original place, where the caller has it.
+    """
+    traced = as_traced or trial_as_traced(cost)
     blocks: dict[str, int] = {}
     for index, candidate in enumerate(cost.request.candidates):
         if candidate.kind == "fsdp_all_gather" or (candidate.is_gather and cost.request.phase == "backward"):
             name = block_of(cost.request, index)
-            blocks[name] = blocks.get(name, 0) + candidate.full_bytes
-    return as_traced.peak_bytes + max(_GIB, sum(sorted(blocks.values())[-2:]))
+            blocks[name] = blocks.get(name, 0) + cost.full_bytes[index]
+    return traced.peak_bytes + max(_GIB, sum(sorted(blocks.values())[-2:]))
+
+
+def trial_as_traced(cost: CostModel) -> Trial:
+    """Every candidate alone where it stood."""
+    found = Workbench(cost, None).evaluate([(m,) for m in range(len(cost.request.candidates))], ORIGINAL)
+    assert found is not None  # the original schedule is legal by construction of requests
+    return found
 
 
 class AutoPlanner:
@@ -61,18 +66,25 @@ class AutoPlanner:
             )
         cost = CostModel.build(request, profile)
         given = request.options.memory_budget_bytes
-        budget = default_budget_bytes(cost) if given is None else given
+        as_traced = trial_as_traced(cost)
+        budget = default_budget_bytes(cost, as_traced) if given is None else given
         bench = Workbench(cost, budget)
-        search = Search(bench=bench, bound_ns=lower_bound_ns(cost), placement=request.options.placement)
-        best = search.run() or self._leanest(bench, request)
-        return Proposal(_in_launch_order(best), self._notes(search, best, budget, given is None))
+        search = Search(
+            bench=bench,
+            bound_ns=lower_bound_ns(cost),
+            placement=request.options.placement,
+            as_traced=as_traced,
+        )
+        best = search.run() or self._leanest(search, request)
+        return Proposal(best.placements, self._notes(search, best, budget, given is None), cost)
 
-    def _leanest(self, bench: Workbench, request: Request) -> Trial:
+    def _leanest(self, search: Search, request: Request) -> Trial:
         """The plan of least memory, where the search found none within the budget; an error if even that exceeds it."""
+        bench = search.bench
         assert bench.budget_bytes is not None
         unbounded = Workbench(bench.cost, None)
         alone = [(m,) for m in range(len(request.candidates))]
-        plans = [unbounded.evaluate(alone, ORIGINAL)]
+        plans = [search.as_traced]
         if request.options.placement != "original":
             plans += [unbounded.lean(), unbounded.evaluate(alone, Ahead(0))]
         least = min((plan for plan in plans if plan is not None), key=lambda plan: (plan.peak_bytes, plan.rank))
@@ -99,7 +111,3 @@ class AutoPlanner:
                 "trials": search.tried,
             },
         }
-
-
-def _in_launch_order(trial: Trial) -> list[Placement]:
-    return [replace(placement) for placement in trial.placements]

@@ -30,7 +30,7 @@ from bucketplan_core.planners.simple import fill_by_size
 
 __all__ = ["BASELINE_CAPS", "STEP_BUDGET", "Search"]
 
-STEP_BUDGET = 300_000
+STEP_BUDGET = 200_000
 """Simulated steps that the search may spend; a candidate on its own is two steps of a run."""
 BASELINE_CAPS = (10_000_000, 25_000_000, 50_000_000, 100_000_000, 200_000_000, 500_000_000)
 _CAPS = (1_000_000, 4_000_000, *BASELINE_CAPS)
@@ -42,7 +42,7 @@ _EXACT_CELLS = 1_500_000
 """Most squared lane members that the exact planners are given."""
 _REPRICING_ROUNDS = 4
 _KEPT = 4
-_FINEST_GAP = 20_000
+_FINEST_GAP = 10_000
 """The search stops at a gap of one part in this many."""
 
 
@@ -53,6 +53,7 @@ class Search:
     bench: Workbench
     bound_ns: int
     placement: str
+    as_traced: Trial | None = None
     step_budget: int = STEP_BUDGET
     best: Trial | None = None
     tried: int = 0
@@ -60,9 +61,13 @@ class Search:
     exact_reasons: tuple[str, ...] = ()
     _seen: set[tuple[Groups, Rule]] = field(default_factory=set)
     _kept: list[Trial] = field(default_factory=list)
+    _runs: dict[tuple[int, ...], LaneRuns] = field(default_factory=dict)
 
     def run(self) -> Trial | None:
         """The best trial within the budget of memory, None where there is none."""
+        if self.as_traced is not None:
+            self._seen.add((tuple(sorted(self.as_traced.groups)), self.as_traced.rule))
+            self._consider(self.as_traced)
         main: Rule = ORIGINAL if self.placement == "original" else _AHEAD
         for groups in self._starts():
             if self._done():
@@ -87,20 +92,25 @@ class Search:
         """Whether the rest of the gap to the bound is finer than any profile of hardware is."""
         return self.best is not None and self.best.step_ns <= self.bound_ns + self.bound_ns // _FINEST_GAP
 
-    def _try(self, groups: Sequence[tuple[int, ...]], rule: Rule) -> Trial | None:
+    def _try(self, groups: Sequence[tuple[int, ...]], rule: Rule, *, below_ns: int | None = None) -> Trial | None:
         canonical = tuple(sorted(groups))
         if (canonical, rule) in self._seen:
             return None
         self._seen.add((canonical, rule))
         self.tried += 1
-        trial = self.bench.evaluate(canonical, rule)
+        trial = self.bench.evaluate(canonical, rule, below_ns=below_ns)
         if trial is None:
             return None
+        self._consider(trial)
+        return trial
+
+    def _consider(self, trial: Trial) -> None:
+        if self.bench.budget_bytes is not None and trial.peak_bytes > self.bench.budget_bytes:
+            return
         if self.best is None or trial.rank < self.best.rank:
             self.best = trial
         if all(trial.groups != kept.groups for kept in self._kept):
             self._kept = sorted([*self._kept, trial], key=lambda kept: kept.rank)[:_KEPT]
-        return trial
 
     def _starts(self) -> Iterator[Groups]:
         request, cost = self.bench.request, self.bench.cost
@@ -110,8 +120,8 @@ class Search:
             prices = dict.fromkeys(range(len(request.candidates)), price)
             yield from self._priced(prices)
         for cap in _CAPS:
-            yield tuple(group for lane in lanes for group in cap_groups(request, lane, cap))
-        yield tuple(group for lane in lanes for group in by_block(request, lane))
+            yield tuple(group for lane in lanes for group in cap_groups(cost, lane, cap))
+        yield tuple(group for lane in lanes for group in by_block(cost, lane))
         if self.placement != "original" and sum(len(lane) ** 2 for lane in lanes) <= _EXACT_CELLS:
             yield tuple(
                 group
@@ -126,9 +136,9 @@ class Search:
     def _priced(self, prices: Mapping[int, int]) -> Iterator[Groups]:
         cost = self.bench.cost
         lanes = [lane.members for lane in self.bench.request.lanes]
-        runs = [LaneRuns(cost, lane) for lane in lanes]
+        runs = [self._runs_of(lane) for lane in lanes]
         apart = [small_and_large(cost, lane, prices) for lane in lanes]
-        small_runs = [LaneRuns(cost, small) for small, _ in apart if small]
+        small_runs = [self._runs_of(tuple(small)) for small, _ in apart if small]
         alone = [(m,) for _, large in apart for m in large]
         for span in _SPANS:
             span_ns = None if span is None else cost.compute_ns // span
@@ -136,6 +146,12 @@ class Search:
             if any(large for _, large in apart) and small_runs:
                 small = [group for run in small_runs for group in run.partition(prices, span_ns=span_ns)]
                 yield (*small, *alone)
+
+    def _runs_of(self, members: tuple[int, ...]) -> LaneRuns:
+        found = self._runs.get(members)
+        if found is None:
+            found = self._runs[members] = LaneRuns(self.bench.cost, members)
+        return found
 
     def _prove(self) -> None:
         """Run the exact planner where one lane is all there is and nothing else is in its way."""
@@ -204,7 +220,7 @@ class Search:
 
     def _baselines(self) -> None:
         """Whatever `none` and `size` reach at either placement, unless their copies alone take longer than the best."""
-        request, cost = self.bench.request, self.bench.cost
+        request = self.bench.request
         rules = (ORIGINAL,) if self.placement == "original" else (SCHEDULED, ORIGINAL)
         free_of_edges = not (any(c.depends_on for c in request.candidates) or any(f.depends_on for f in request.fixed))
         partitions: list[Groups] = [tuple((m,) for lane in request.lanes for m in lane.members)]
@@ -219,13 +235,18 @@ class Search:
         for groups in partitions:
             if self.best is not None and self.best.step_ns <= self.bound_ns:
                 return
-            # Without edges nothing is split, so packing and launches are what they are.
-            if free_of_edges and self.best is not None:
-                costs = [self.bench.bucket(group).cost for group in groups]
-                if cost.compute_ns + sum(c.launch_ns + c.wait_ns for c in costs) >= self.best.step_ns:
-                    continue
             for rule in rules:
-                self._try(groups, rule)
+                if not free_of_edges or self.best is None or self._least(groups, rule) < self.best.step_ns:
+                    self._try(groups, rule, below_ns=None if self.best is None else self.best.step_ns)
+
+    def _least(self, groups: Groups, rule: Rule) -> int:
+        """What a partition that is not split takes at least: packing, launches, and the waits right behind fused
+        launches.
+        """
+        costs = [(self.bench.bucket(group).cost, len(group) > 1 and rule is ORIGINAL) for group in groups]
+        return self.bench.cost.compute_ns + sum(
+            c.launch_ns + c.wait_ns + (c.comm_ns if exposed else 0) for c, exposed in costs
+        )
 
 
 def critical_buckets(trial: Trial) -> list[int]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from bucketplan_core.cost import CostModel
 from bucketplan_core.profile import CostProfile
 from bucketplan_core.request import Request
 from bucketplan_core.schedule import Placement
@@ -16,10 +17,14 @@ __all__ = ["Planner", "Proposal"]
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What a planner proposes: placements that cover every candidate, and what people should know of it."""
+    """What a planner proposes: placements that cover every candidate, and what people should know of it.
+
+    `cost` is the cost model it was judged by, where there was one, so that the assessment need not build it again.
+    """
 
     placements: Sequence[Placement]
     notes: Mapping[str, WireValue] = field(default_factory=dict)
+    cost: CostModel | None = None
 
 
 class Planner(Protocol):

@@ -1,0 +1,93 @@
+"""What people should know of a decision: its simulated figures beside those of the rules, and how far the bound is.
+
+The assessment is stored beside the decision and never compared between ranks. Everything in it is an integer, a text, a
+list or a map; ratios are parts in a million.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bucketplan_core.bound import lower_bound_ns
+from bucketplan_core.cost import CostModel
+from bucketplan_core.errors import BucketplanError, PlanningError
+from bucketplan_core.plan import Decision
+from bucketplan_core.planners import current_version, find_planner
+from bucketplan_core.profile import CostProfile
+from bucketplan_core.request import Request
+from bucketplan_core.schedule import decide
+from bucketplan_core.simulate import Simulation, simulate
+from bucketplan_core.wire import WireValue
+
+__all__ = ["assess", "gap_ppm", "simulated_figures"]
+
+_RULES = (("none", "original"), ("size", "scheduled"), ("module", "scheduled"))
+"""What a plan is compared with: the graph as traced, and the rules with their buckets issued ahead."""
+
+
+def assess(
+    request: Request, profile: CostProfile, decision: Decision, *, cost: CostModel | None = None
+) -> dict[str, WireValue]:
+    """Counts of the decision, and where hardware is known its simulated figures, those of the rules, and the bound.
+
+    `baselines` holds `none` as traced and `size` and `module` as scheduled, at the request's caps; a rule that does not
+    apply holds the reason under `unavailable`. Without figures `simulated` is None and `unsimulated` says why. `cost`
+    is the request's cost model, where the caller has it.
+    """
+    packed = [bucket for bucket in decision.buckets if len(bucket.members) > 1]
+    counts: dict[str, WireValue] = {
+        "num_buckets": len(decision.buckets),
+        "num_candidates": len(request.candidates),
+        "num_fixed": len(request.fixed),
+        "num_fused_buckets": len(packed),
+        "packed_bytes": sum(request.candidates[m].full_bytes for bucket in packed for m in bucket.members),
+        "profile": profile.digest,
+    }
+    try:
+        cost = cost or CostModel.build(request, profile)
+    except PlanningError as error:
+        return counts | {"simulated": None, "unsimulated": str(error)}
+    found = simulate(cost, decision)
+    bound = lower_bound_ns(cost)
+    return counts | {
+        "baselines": {strategy: _baseline(request, profile, cost, strategy, at) for strategy, at in _RULES},
+        "bound_ns": bound,
+        "gap_ppm": gap_ppm(found.step_ns, bound),
+        "simulated": simulated_figures(found),
+        "uncosted": list(cost.uncosted),
+    }
+
+
+def gap_ppm(step_ns: int, bound_ns: int) -> int:
+    """How far a step is above its bound, in millionths of the bound, rounded up."""
+    return -(-(step_ns - bound_ns) * 1_000_000 // bound_ns) if bound_ns else 0
+
+
+def simulated_figures(found: Simulation) -> dict[str, WireValue]:
+    """The figures of one simulation, ns and bytes."""
+    return {
+        "compute_ns": found.compute_ns,
+        "copies_ns": found.copies_ns,
+        "exposed_ns": found.exposed_ns,
+        "launches_ns": found.launches_ns,
+        "num_collectives": found.num_collectives,
+        "peak_bytes": found.peak_bytes,
+        "slowed_ns": found.slowed_ns,
+        "step_ns": found.step_ns,
+    }
+
+
+def _baseline(
+    request: Request, profile: CostProfile, cost: CostModel, strategy: str, placement: str
+) -> dict[str, WireValue]:
+    planner = find_planner(current_version(strategy))
+    options = replace(request.options, strategy=strategy, planner=planner.version, placement=placement)
+    if strategy == "module" and all(candidate.scope is None for candidate in request.candidates):
+        return {"placement": placement, "unavailable": "the request has no module scopes"}
+    other = replace(request, options=options)
+    try:
+        placements = planner.propose(other, profile).placements
+    except BucketplanError as error:
+        return {"placement": placement, "unavailable": str(error)}
+    found = simulate(cost, decide(other, planner.version, placements))
+    return {"placement": placement} | simulated_figures(found)

@@ -1,0 +1,97 @@
+"""The explanation names neighbours, figures and limits that the simulator confirms, for any decision."""
+
+import json
+import random
+
+import pytest
+
+from bucketplan_core.assess import gap_ppm
+from bucketplan_core.bound import lower_bound_ns
+from bucketplan_core.cost import CostModel
+from bucketplan_core.errors import PlanningError
+from bucketplan_core.explain import explain
+from bucketplan_core.planning import make_plan
+from bucketplan_core.schedule import decide, place_scheduled
+from bucketplan_core.simulate import simulate
+from bucketplan_core.wire import pack, unpack
+from tests.core.planner_cases import KINDS, build, candidate, hardware, random_hardware, random_lane
+
+AG, _, RS = KINDS
+
+
+def test_a_plan_carries_its_figures_beside_the_rules_and_the_bound():
+    request, profile = build(
+        [candidate(AG, 50, at, 4) for at in (1, 2, 3)], [100] * 4, hw=hardware(copy_bytes_per_us=9_000)
+    )
+    plan = make_plan(request, profile)
+    cost = CostModel.build(request, profile)
+    found = simulate(cost, plan.decision)
+    assert plan.assessment["simulated"]["step_ns"] == found.step_ns
+    assert plan.assessment["bound_ns"] == lower_bound_ns(cost)
+    assert plan.assessment["gap_ppm"] == gap_ppm(found.step_ns, lower_bound_ns(cost))
+    assert plan.assessment["baselines"]["none"]["step_ns"] == 400 + 3 * 250
+    assert plan.assessment["baselines"]["none"]["placement"] == "original"
+    assert plan.assessment["baselines"]["size"]["num_collectives"] == 1
+    assert "no module scopes" in plan.assessment["baselines"]["module"]["unavailable"]
+
+
+def test_why_a_lone_candidate_stayed_alone():
+    request, profile = build(
+        [candidate(AG, 5_000, at, 9) for at in (4, 8)], [10_000] * 9, hw=hardware(copy_bytes_per_us=2_000)
+    )
+    plan = make_plan(request, profile)
+    tree = explain(request, profile, plan.decision)
+    assert [len(bucket["members"]) for bucket in tree["buckets"]] == [1, 1]
+    first, second = tree["buckets"]
+    assert "its communication is hidden" in first["alone"]
+    assert first["closed"]["stream_saved_ns"] == second["opened"]["stream_saved_ns"] == 200
+    assert first["closed"]["compute_added_ns"] == 10_000 + 20_000  # 2 * 10,000 and 2 * 20,000 bytes at 2 bytes a ns
+    assert first["opened"] == {"because": "there is no previous bucket in its lane"}
+    assert tree["limits"]["most"] == "compute"
+
+
+def test_windows_that_do_not_meet_are_named_with_their_gaps():
+    scatters = [candidate(RS, 9, 0, 6, window=(0, 1)), candidate(RS, 9, 4, 6)]
+    request, profile = build(scatters, [10] * 6)
+    tree = explain(request, profile, make_plan(request, profile).decision)
+    assert "one is ready at gap 4, another is due at gap 1" in tree["buckets"][0]["closed"]["because"]
+    assert tree["buckets"][0]["alone"] == "no neighbour can be launched together with it"
+
+
+def test_the_stream_that_holds_up_the_step_is_named():
+    request, profile = build([candidate(AG, 90_000, 1, 1)], [10])
+    tree = explain(request, profile, make_plan(request, profile).decision)
+    assert tree["limits"]["most"] == "waiting for g"
+    assert tree["limits"]["time_ns"]["waiting for g"] == tree["buckets"][0]["exposed_ns"] == 90_200 - 10
+    assert tree["limits"]["stream_busy_ns"] == {"g": 90_200}
+
+
+def test_a_budget_that_is_nearly_used_up_is_called_tight():
+    request, profile = build([candidate(AG, 50, 1, 2)], [10, 10])
+    decision = make_plan(request, profile).decision
+    peak = explain(request, profile, decision)["limits"]["peak_bytes"]
+    assert explain(request, profile, decision, memory_budget_bytes=peak)["limits"]["memory_is_tight"]
+    assert not explain(request, profile, decision, memory_budget_bytes=2 * peak)["limits"]["memory_is_tight"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_legal_decision_is_explained_in_a_tree_that_travels(seed):
+    rng = random.Random(seed)
+    segments = rng.randrange(1, 6)
+    lanes = [c for kind in KINDS for c in random_lane(rng, kind, rng.randrange(5), segments)]
+    request, profile = build(lanes, [rng.randrange(500) for _ in range(segments)], hw=random_hardware(rng))
+    alone = [(m,) for lane in request.lanes for m in lane.members]
+    decision = decide(request, "none/1", place_scheduled(request, alone))
+    tree = explain(request, profile, decision)
+    found = simulate(CostModel.build(request, profile), decision)
+    assert unpack(pack(tree)) == tree
+    json.dumps(tree)
+    assert sum(bucket["exposed_ns"] for bucket in tree["buckets"]) == found.exposed_ns
+    assert sum(tree["limits"]["time_ns"].values()) == found.step_ns
+
+
+def test_without_figures_of_hardware_there_is_nothing_to_explain_with():
+    request, profile = build([], [1])
+    unknown = request.with_options(type(request.options)(strategy="none", planner="none/1"))
+    with pytest.raises(PlanningError, match="no figures"):
+        explain(unknown, profile, make_plan(unknown, profile).decision)
