@@ -21,6 +21,7 @@ from bucketplan_server.jobs.service import JobService
 from bucketplan_server.limits import prepare_limits
 from bucketplan_server.metrics import Metrics
 from bucketplan_server.planner.pool import PlannerPool
+from bucketplan_server.revisions import RevisionService
 from bucketplan_server.service import PlanService
 from bucketplan_server.settings import Settings
 from bucketplan_server.store.engine import open_store
@@ -44,14 +45,19 @@ async def open_state(settings: Settings) -> AsyncIterator[AppState]:
     metrics = Metrics()
     plans = PlanService(settings, store, pool, metrics)
     jobs = JobService(settings, store, plans, metrics)
-    state = AppState(settings=settings, store=store, pool=pool, plans=plans, jobs=jobs, metrics=metrics)
+    revisions = RevisionService(settings, store, pool, plans)
+    state = AppState(
+        settings=settings, store=store, pool=pool, plans=plans, jobs=jobs, revisions=revisions, metrics=metrics
+    )
     metrics.read_from("bucketplan_store_errors_total", lambda: store.errors)
     metrics.read_from("bucketplan_planner_crashes_total", lambda: pool.crashes)
     metrics.read_from("bucketplan_ready", lambda: 0.0 if state.draining else 1.0)
+    follower = asyncio.create_task(revisions.follow())
     try:
         await pool.warm_up()
         yield state
     finally:
+        follower.cancel()
         await plans.close()
         pool.close()
         await store.close()

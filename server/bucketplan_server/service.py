@@ -50,6 +50,7 @@ class PlanService:
         self._flights: dict[str, asyncio.Task[tuple[Entry, bool]]] = {}
         self._loads: dict[str, asyncio.Task[Entry | None]] = {}
         self._arrivals: dict[str, set[asyncio.Event]] = {}
+        self._generation: dict[str, int] = {}
         self._waiters = 0
         self.epochs = EpochMemory()
         self.stopping = False
@@ -159,9 +160,13 @@ class PlanService:
         self.memory.put(fixed_key(signature, digest), entry)
         return entry.active
 
-    async def reload(self, signature: str) -> None:
-        """Forget what is in memory of a signature, so that the next answer comes from the store."""
+    def forget(self, signature: str) -> None:
+        """Drop what is in memory of a signature, so that the next answer comes from the store.
+
+        A load that is under way may have read what was there before, so its result is not kept either.
+        """
         self.memory.drop(signature)
+        self._generation[signature] = self._generation.get(signature, 0) + 1
 
     async def close(self) -> None:
         """Let plannings that were begun be stored."""
@@ -184,13 +189,14 @@ class PlanService:
         return entry
 
     async def _load(self, signature: str) -> Entry | None:
+        generation = self._generation.get(signature, 0)
         try:
             rows = await load_active(self._store, signature)
         except Damaged as damaged:
             raise await self._quarantine(damaged) from None
         except StoreError as error:
             raise self.store_unavailable(error) from None
-        return None if rows is None else await self._remember(*rows)
+        return None if rows is None else await self._remember(*rows, generation)
 
     def _take_off(self, job: PlanJob, cause: Cause) -> asyncio.Task[tuple[Entry, bool]]:
         flight = asyncio.create_task(self._plan(job, cause))
@@ -209,6 +215,7 @@ class PlanService:
 
     async def _plan(self, job: PlanJob, cause: Cause) -> tuple[Entry, bool]:
         began = time.monotonic()
+        generation = self._generation.get(job.signature, 0)
         outcome = "failed"
         try:
             planned = await self._pool.plan(job)
@@ -225,7 +232,7 @@ class PlanService:
                 num_candidates=planned.num_candidates,
                 seconds=round(time.monotonic() - began, 3),
             )
-            return await self._remember(active, first), stored
+            return await self._remember(active, first, generation), stored
         except Damaged as damaged:
             raise await self._quarantine(damaged) from None
         except StoreError as error:
@@ -261,9 +268,11 @@ class PlanService:
             if not waiting:
                 self._arrivals.pop(signature, None)
 
-    async def _remember(self, active: PlanRow, first: PlanRow) -> Entry:
+    async def _remember(self, active: PlanRow, first: PlanRow, generation: int) -> Entry:
+        """The entry of these rows, kept in memory unless the signature changed since `generation` was read."""
         entry = await asyncio.to_thread(build_entry, active, first)
-        self.memory.put(active.signature, entry)
+        if self._generation.get(active.signature, 0) == generation:
+            self.memory.put(active.signature, entry)
         return entry
 
     async def _quarantine(self, damaged: Damaged) -> Problem:

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from bucketplan_server.jobs.service import JobService
 from bucketplan_server.metrics import Metrics
 from bucketplan_server.planner.pool import PlannerPool
+from bucketplan_server.revisions import RevisionService
 from bucketplan_server.service import PlanService
 from bucketplan_server.settings import Settings
 from bucketplan_server.store.engine import Store
@@ -28,6 +29,7 @@ class AppState:
     pool: PlannerPool
     plans: PlanService
     jobs: JobService
+    revisions: RevisionService
     metrics: Metrics
     draining: bool = field(default=False)
 

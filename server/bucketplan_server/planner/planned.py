@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Canonical", "PlanJob", "Planned"]
+__all__ = ["Canonical", "PlanJob", "Planned", "Revised", "RevisionJob"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +44,31 @@ class Canonical:
     signature: str
     request: bytes
     profile: bytes | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RevisionJob:
+    """Another plan of a stored signature: by `origin` ``planner`` or ``replan`` under `options`, or ``manual``.
+
+    `options` are canonical bytes of complete options. A manual job holds `buckets` (candidates by index, those that
+    are named nowhere stay alone) or `decision`, the canonical bytes of a whole decision.
+    """
+
+    signature: str
+    request: bytes
+    profile: bytes
+    origin: str
+    options: bytes
+    buckets: tuple[tuple[int, ...], ...] | None = None
+    decision: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Revised:
+    """The plan of a `RevisionJob`, legality-checked against the request of its signature."""
+
+    plan: bytes
+    plan_sha256: str
+    digest: str
+    planner: str
+    options: bytes

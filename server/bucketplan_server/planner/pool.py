@@ -12,7 +12,7 @@ from typing import TypeVar
 import structlog
 
 from bucketplan_server.planner import worker
-from bucketplan_server.planner.planned import Canonical, PlanJob, Planned
+from bucketplan_server.planner.planned import Canonical, PlanJob, Planned, Revised, RevisionJob
 from bucketplan_server.problems import Problem, Refused
 
 __all__ = ["PlannerPool"]
@@ -43,6 +43,14 @@ class PlannerPool:
     async def canonicalize(self, body: bytes) -> Canonical:
         """The canonical form of a JSON body; raises `Problem`."""
         return await self._checked(worker.canonicalize, body)
+
+    async def revise(self, job: RevisionJob) -> Revised:
+        """Another plan of a stored signature; raises `Problem`."""
+        return await self._checked(worker.revise, job)
+
+    async def replay(self, job: RevisionJob, stored: bytes) -> str | None:
+        """What an audit finds wrong with a stored plan, None if nothing; raises `Problem`."""
+        return await self._checked(worker.replay_revision, job, stored)
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)

@@ -22,10 +22,11 @@ from bucketplan_core.plan import Plan
 from bucketplan_core.profile import CostProfile
 from bucketplan_core.request import Request
 from bucketplan_core.wire import digest_of, from_json, pack
-from bucketplan_server.planner.planned import Canonical, PlanJob, Planned
+from bucketplan_server.planner.planned import Canonical, PlanJob, Planned, Revised, RevisionJob
+from bucketplan_server.planner.revise import make_revision, replay
 from bucketplan_server.problems import Refused, refuse
 
-__all__ = ["canonicalize", "initialize", "plan", "warm_up"]
+__all__ = ["canonicalize", "initialize", "plan", "replay_revision", "revise", "warm_up"]
 
 T = TypeVar("T")
 _TOO_MUCH_MEMORY = Refused("cannot-plan", "the body needs more memory than one planning process may use")
@@ -54,6 +55,16 @@ def warm_up() -> int:
 def plan(job: PlanJob) -> Planned | Refused:
     """The plan of a request, checked as it will be checked when read; or why there is none."""
     return _guarded(lambda: _plan(job))
+
+
+def revise(job: RevisionJob) -> Revised | Refused:
+    """Another plan of a stored signature, or why there is none."""
+    return _guarded(lambda: make_revision(job))
+
+
+def replay_revision(job: RevisionJob, stored: bytes) -> str | None | Refused:
+    """What an audit finds wrong with a stored plan, see `revise.replay`."""
+    return _guarded(lambda: replay(job, stored))
 
 
 def canonicalize(body: bytes) -> Canonical | Refused:

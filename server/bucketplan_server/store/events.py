@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -31,18 +30,22 @@ async def append_event(
     kind: str,
     cause: Cause,
     *,
+    at_ns: int,
     signature: str | None = None,
     job: str | None = None,
     body: Mapping[str, WireValue],
 ) -> int:
-    """Add one event to the log inside the caller's write transaction; answers its number."""
+    """Add one event to the log inside the caller's write transaction; answers its number.
+
+    `at_ns` is the time that the rows of the same change carry.
+    """
     last = (
         await connection.execute(select(events.c.seq, events.c.digest).order_by(events.c.seq.desc()).limit(1))
     ).first()
     seq = 1 if last is None else last.seq + 1
     row = {
         "seq": seq,
-        "at_ns": time.time_ns(),
+        "at_ns": at_ns,
         "kind": kind,
         "actor": cause.actor,
         "reason": cause.reason,

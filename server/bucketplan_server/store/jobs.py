@@ -92,6 +92,7 @@ async def open_attempt(
             connection,
             "attempt.opened",
             cause,
+            at_ns=now,
             job=job,
             body={
                 "adopted": held is not None,
@@ -206,7 +207,7 @@ async def store_reports(
                     insert_or_ignore(connection, job_signatures).values(job=job, signature=signature)
                 )
             await append_event(
-                connection, "reports.received", cause, job=job, body={"attempt": attempt, "reports": listed}
+                connection, "reports.received", cause, at_ns=now, job=job, body={"attempt": attempt, "reports": listed}
             )
     return len(new), conflicts
 

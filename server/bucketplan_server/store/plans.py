@@ -151,6 +151,7 @@ async def store_planned(store: Store, planned: Planned, cause: Cause) -> tuple[P
                 connection,
                 "plan.created",
                 cause,
+                at_ns=now,
                 signature=planned.signature,
                 body={
                     "digest": planned.digest,
@@ -169,13 +170,14 @@ async def store_planned(store: Store, planned: Planned, cause: Cause) -> tuple[P
 
 async def quarantine_revision(store: Store, damaged: Damaged) -> None:
     """Note for ever, with an event, that a revision must not be served; repeating it changes nothing."""
+    now = time.time_ns()
     async with store.write() as connection:
         inserted = await connection.execute(
             insert_or_ignore(connection, quarantine)
             .values(
                 signature=damaged.signature,
                 revision=damaged.revision,
-                found_ns=time.time_ns(),
+                found_ns=now,
                 detail=damaged.detail,
             )
             .returning(quarantine.c.signature)
@@ -185,6 +187,7 @@ async def quarantine_revision(store: Store, damaged: Damaged) -> None:
                 connection,
                 "plan.quarantined",
                 Cause("server", "digest check failed when the plan was loaded"),
+                at_ns=now,
                 signature=damaged.signature,
                 body={"detail": damaged.detail, "revision": damaged.revision},
             )

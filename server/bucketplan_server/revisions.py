@@ -1,0 +1,176 @@
+"""What operators do to a plan: replan it with other options, supply one by hand, activate, roll back."""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from bucketplan_core.collectives import Options
+from bucketplan_core.epoch import complete_options
+from bucketplan_core.errors import BucketplanError
+from bucketplan_core.request import Request
+from bucketplan_core.wire import WireValue, pack
+from bucketplan_server.planner.planned import RevisionJob
+from bucketplan_server.planner.pool import PlannerPool
+from bucketplan_server.problems import Problem, refuse
+from bucketplan_server.service import PlanService, unknown_signature
+from bucketplan_server.settings import Settings
+from bucketplan_server.store.engine import Store, StoreError
+from bucketplan_server.store.events import Cause
+from bucketplan_server.store.jobs import Conflict
+from bucketplan_server.store.revisions import (
+    Activation,
+    RevisionRow,
+    SignatureRow,
+    activate,
+    add_revision,
+    changed_signatures,
+    last_event,
+    load_revisions,
+    load_signature,
+)
+
+__all__ = ["RevisionService"]
+
+
+class RevisionService:
+    """Revisions of stored plans. Every method raises `Problem` for what a caller must be told."""
+
+    def __init__(self, settings: Settings, store: Store, pool: PlannerPool, plans: PlanService) -> None:
+        self._settings = settings
+        self._store = store
+        self._pool = pool
+        self._plans = plans
+        self._log = structlog.get_logger("bucketplan_server")
+
+    async def documents(self, signature: str) -> SignatureRow:
+        """The request and profile of a signature."""
+        try:
+            found = await load_signature(self._store, signature)
+        except StoreError as error:
+            raise self._plans.store_unavailable(error) from None
+        if found is None:
+            raise unknown_signature(signature)
+        return found
+
+    async def revisions(self, signature: str) -> list[RevisionRow]:
+        try:
+            found = await load_revisions(self._store, signature)
+        except StoreError as error:
+            raise self._plans.store_unavailable(error) from None
+        if not found:
+            raise unknown_signature(signature)
+        return found
+
+    async def replan(self, signature: str, options: dict[str, WireValue], *, parent: int, cause: Cause) -> int:
+        """Add the plan under other options (the request's own where they are left open); answers its number."""
+        documents = await self.documents(signature)
+        original = (await asyncio.to_thread(Request.decode, documents.request)).options
+        try:
+            effective = complete_options(options, original, path="body.options")
+        except BucketplanError as error:
+            raise refuse(error).problem() from None
+        return await self._add(documents, "replan", effective, parent=parent, cause=cause)
+
+    async def by_hand(
+        self,
+        signature: str,
+        *,
+        buckets: tuple[tuple[int, ...], ...] | None,
+        decision: bytes | None,
+        parent: int,
+        cause: Cause,
+    ) -> int:
+        """Add a plan that somebody wrote, once it has passed the rules of legality; answers its number."""
+        documents = await self.documents(signature)
+        options = (await asyncio.to_thread(Request.decode, documents.request)).options
+        return await self._add(
+            documents, "manual", options, parent=parent, cause=cause, buckets=buckets, decision=decision
+        )
+
+    async def activate(self, signature: str, wanted: Activation, cause: Cause) -> int | None:
+        """Serve another revision from now on; answers the one before. Attempts that are open keep their epoch."""
+        known = {row.revision for row in await self.revisions(signature)}
+        if wanted.revision is not None and wanted.revision not in known:
+            raise Problem(
+                "unknown-revision",
+                f"{signature} has no revision {wanted.revision}, it has {', '.join(map(str, sorted(known)))}",
+                fields={"path": "body.revision", "value": wanted.revision},
+            )
+        try:
+            before = await activate(self._store, signature, wanted, cause)
+        except Conflict as conflict:
+            raise Problem("conflict", str(conflict), fields={"path": conflict.path}) from None
+        except StoreError as error:
+            raise self._plans.store_unavailable(error) from None
+        self._plans.forget(signature)
+        self._log.info(
+            "plan.activated",
+            signature=signature,
+            revision=wanted.revision,
+            before=before,
+            job=wanted.job,
+            actor=cause.actor,
+            reason=cause.reason,
+        )
+        return before
+
+    async def follow(self) -> None:
+        """Drop from memory what other replicas changed, for ever; run as a task."""
+        after: int | None = None
+        while True:
+            try:
+                if after is None:
+                    after = await last_event(self._store)
+                else:
+                    after, changed = await changed_signatures(self._store, after)
+                    for signature in changed:
+                        self._plans.forget(signature)
+            except StoreError as error:
+                self._log.warning("store.failed", detail=str(error))
+            await asyncio.sleep(self._settings.refresh_seconds)
+
+    async def _add(
+        self,
+        documents: SignatureRow,
+        origin: str,
+        options: Options,
+        *,
+        parent: int,
+        cause: Cause,
+        buckets: tuple[tuple[int, ...], ...] | None = None,
+        decision: bytes | None = None,
+    ) -> int:
+        signature = documents.signature
+        if parent not in {row.revision for row in await self.revisions(signature)}:
+            raise Problem(
+                "unknown-revision",
+                f"{signature} has no revision {parent}",
+                fields={"path": "body.parent", "value": parent},
+            )
+        revised = await self._pool.revise(
+            RevisionJob(
+                signature=signature,
+                request=documents.request,
+                profile=documents.profile,
+                origin=origin,
+                options=pack(options.to_wire()),
+                buckets=buckets,
+                decision=decision,
+            )
+        )
+        try:
+            number = await add_revision(self._store, signature, revised, origin=origin, parent=parent, cause=cause)
+        except StoreError as error:
+            raise self._plans.store_unavailable(error) from None
+        self._log.info(
+            "revision.created",
+            signature=signature,
+            revision=number,
+            origin=origin,
+            digest=revised.digest,
+            actor=cause.actor,
+            reason=cause.reason,
+        )
+        return number

@@ -1,0 +1,198 @@
+"""Revisions of a signature: added and activated, never changed or deleted."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from sqlalchemy import delete, func, insert, select, update
+
+from bucketplan_core.wire import digest_of
+from bucketplan_server.planner.planned import Revised
+from bucketplan_server.store.engine import Store
+from bucketplan_server.store.events import Cause, append_event
+from bucketplan_server.store.jobs import Conflict
+from bucketplan_server.store.tables import active, events, profiles, revisions, signatures
+
+__all__ = [
+    "Activation",
+    "RevisionRow",
+    "SignatureRow",
+    "activate",
+    "add_revision",
+    "changed_signatures",
+    "last_event",
+    "load_revisions",
+    "load_signature",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SignatureRow:
+    """A signature's own documents, canonical bytes."""
+
+    signature: str
+    request: bytes
+    profile: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RevisionRow:
+    """One revision without its plan; `active_for` are the jobs it was activated for by name, "" meaning everyone."""
+
+    revision: int
+    digest: str
+    origin: str
+    planner: str
+    options: bytes
+    parent: int | None
+    created_ns: int
+    actor: str
+    reason: str
+    active_for: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """What an activation asks for: `revision` for everyone, or for one `job`; None there takes the job's own back.
+
+    Where `expected` is given, the active revision must be that one: of two operators at once, one is told.
+    """
+
+    revision: int | None
+    job: str
+    expected: int | None = None
+
+
+async def load_signature(store: Store, signature: str) -> SignatureRow | None:
+    query = (
+        select(signatures.c.request, profiles.c.profile)
+        .join(profiles, profiles.c.digest == signatures.c.profile)
+        .where(signatures.c.signature == signature)
+    )
+    async with store.read() as connection:
+        row = (await connection.execute(query)).first()
+    return None if row is None else SignatureRow(signature, row.request, row.profile)
+
+
+async def load_revisions(store: Store, signature: str) -> list[RevisionRow]:
+    """Every revision, the first one first; empty for an unknown signature."""
+    async with store.read() as connection:
+        query = select(revisions).where(revisions.c.signature == signature).order_by(revisions.c.revision)
+        rows = (await connection.execute(query)).mappings().all()
+        pointers = (await connection.execute(select(active).where(active.c.signature == signature))).mappings().all()
+    return [
+        RevisionRow(
+            revision=row["revision"],
+            digest=row["digest"],
+            origin=row["origin"],
+            planner=row["planner"],
+            options=row["options"],
+            parent=row["parent"],
+            created_ns=row["created_ns"],
+            actor=row["actor"],
+            reason=row["reason"],
+            active_for=tuple(sorted(p["job"] for p in pointers if p["revision"] == row["revision"])),
+        )
+        for row in rows
+    ]
+
+
+async def add_revision(
+    store: Store, signature: str, revised: Revised, *, origin: str, parent: int, cause: Cause
+) -> int:
+    """Store a plan as the next revision, not active; answers its number. The planner's own is always revision 1."""
+    now = time.time_ns()
+    async with store.write() as connection:
+        query = select(func.max(revisions.c.revision)).where(revisions.c.signature == signature)
+        number = int(await connection.scalar(query) or 0) + 1
+        await connection.execute(
+            insert(revisions).values(
+                signature=signature,
+                revision=number,
+                digest=revised.digest,
+                plan=revised.plan,
+                plan_sha256=revised.plan_sha256,
+                origin=origin,
+                planner=revised.planner,
+                options=revised.options,
+                parent=parent,
+                created_ns=now,
+                actor=cause.actor,
+                reason=cause.reason,
+            )
+        )
+        await append_event(
+            connection,
+            "revision.created",
+            cause,
+            at_ns=now,
+            signature=signature,
+            body={
+                "digest": revised.digest,
+                "options": digest_of(revised.options),
+                "origin": origin,
+                "parent": parent,
+                "plan_sha256": revised.plan_sha256,
+                "planner": revised.planner,
+                "revision": number,
+            },
+        )
+    return number
+
+
+async def activate(store: Store, signature: str, wanted: Activation, cause: Cause) -> int | None:
+    """Move the pointer; answers what it named before. Activating what is active already changes nothing.
+
+    Raises `Conflict` (path ``body.revision``) for a revision that does not exist, and (``body.expected``) when another
+    revision is active than the caller expects.
+    """
+    now = time.time_ns()
+    async with store.write() as connection:
+        here = (active.c.signature == signature) & (active.c.job == wanted.job)
+        before: int | None = await connection.scalar(select(active.c.revision).where(here))
+        if wanted.expected is not None and before != wanted.expected:
+            raise Conflict("body.expected", f"revision {before} is active, not {wanted.expected}")
+        if before == wanted.revision:
+            return before
+        if wanted.revision is None:
+            await connection.execute(delete(active).where(here))
+        else:
+            query = select(revisions.c.revision).where(
+                revisions.c.signature == signature, revisions.c.revision == wanted.revision
+            )
+            if await connection.scalar(query) is None:
+                raise Conflict("body.revision", f"there is no revision {wanted.revision}")
+            values = {"revision": wanted.revision, "changed_ns": now}
+            if before is None:
+                await connection.execute(insert(active).values(signature=signature, job=wanted.job, **values))
+            else:
+                await connection.execute(update(active).where(here).values(**values))
+        await append_event(
+            connection,
+            "plan.activated",
+            cause,
+            at_ns=now,
+            signature=signature,
+            job=wanted.job or None,
+            body={"before": before, "job": wanted.job, "revision": wanted.revision},
+        )
+    return before
+
+
+async def last_event(store: Store) -> int:
+    """Number of the last event, 0 in an empty log."""
+    async with store.read() as connection:
+        return int(await connection.scalar(select(func.max(events.c.seq))) or 0)
+
+
+async def changed_signatures(store: Store, after: int) -> tuple[int, set[str]]:
+    """The number of the last event, and the signatures whose served plan changed in those behind `after`."""
+    query = select(events.c.seq, events.c.kind, events.c.signature).where(events.c.seq > after).order_by(events.c.seq)
+    last, changed = after, set()
+    async with store.read() as connection:
+        for row in await connection.execute(query):
+            last = row.seq
+            if row.kind in ("plan.activated", "plan.quarantined") and row.signature is not None:
+                changed.add(row.signature)
+    return last, changed
