@@ -166,7 +166,7 @@ class BucketEmitter:
         dtype = self._dtype if folded is None else folded
         total = sum(m.candidate.input_bytes if self._as_bytes else m.candidate.input_numel for m in self._members)
         packed = self._create(aten.cat.default, (flat,), meta=empty((total,), dtype), **prepare)
-        if folded is None:
+        if folded is None or folded is self._dtype:
             return packed
         cast_target = self._members[0].nodes.input.target
         args, kwargs = _cast_arguments(self._members[0].nodes.input, packed)
