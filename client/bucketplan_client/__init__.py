@@ -9,9 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from bucketplan_client.cache import PlanCache
     from bucketplan_client.capture.binding import Description
     from bucketplan_client.capture.describe import describe_graph
     from bucketplan_client.errors import ClientError
+    from bucketplan_client.opening import Attempt, open_attempt
     from bucketplan_client.passes import FsdpBucketingPass
     from bucketplan_client.rewrite.apply import apply_ag_buckets, apply_plan, apply_rs_buckets
     from bucketplan_client.scopes import ModuleScope, build_module_bucket_plans
@@ -20,7 +22,10 @@ if TYPE_CHECKING:
 _HOMES = {
     "ClientError": "errors",
     "Description": "capture.binding",
+    "Attempt": "opening",
     "FsdpBucketingPass": "passes",
+    "PlanCache": "cache",
+    "open_attempt": "opening",
     "ModuleScope": "scopes",
     "PlanClient": "transport",
     "apply_ag_buckets": "rewrite.apply",
@@ -31,16 +36,19 @@ _HOMES = {
 }
 
 __all__ = [
+    "Attempt",
     "ClientError",
     "Description",
     "FsdpBucketingPass",
     "ModuleScope",
+    "PlanCache",
     "PlanClient",
     "apply_ag_buckets",
     "apply_plan",
     "apply_rs_buckets",
     "build_module_bucket_plans",
     "describe_graph",
+    "open_attempt",
 ]
 
 

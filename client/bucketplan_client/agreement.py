@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bucketplan_client.errors import AgreementError, RankFailed, RanksDisagree, RanksMissing, Where
-from bucketplan_client.protocol import Exchange, GetMany, Now, Protocol, Put, PutOnce, Wait, exchange
+from bucketplan_client.protocol import Exchange, GetMany, Now, Protocol, Put, PutOnce, Wait, exchange, members_digest
 from bucketplan_client.store import JobStore, drive
 from bucketplan_core.errors import BucketplanError
 from bucketplan_core.request import Request
-from bucketplan_core.wire import WireValue, digest_of, pack, unpack
+from bucketplan_core.wire import WireValue, pack, unpack
 
 __all__ = ["GroupView", "Lockstep", "Report", "agree"]
 
@@ -44,7 +44,7 @@ class GroupView:
     @property
     def key(self) -> str:
         """Name of the group instance in the store; groups of one role have different members."""
-        return digest_of(pack(list(self.members)))[:16]
+        return members_digest(self.members)[:16]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,31 +71,41 @@ class Lockstep:
         store: JobStore,
         *,
         deadline_s: float = DEFAULT_DEADLINE_S,
+        grace_s: float = _GRACE_S,
         where: Where | None = None,
         name: str | None = None,
     ) -> None:
         self._store = store.scoped(f"lockstep/{name if name is not None else next(self._instances)}")
         self._deadline_s = deadline_s
+        self._grace_s = grace_s
         self._where = where or store.where
         self._calls = itertools.count()
 
     def agree(self, report: Report) -> None:
         """Return once every group of `report` holds one plan; else raise `AgreementError`, alike on all its ranks."""
         until = time.monotonic() + self._deadline_s
-        drive(agree(report, key=str(next(self._calls)), until=until, where=self._where), self._store)
+        key = str(next(self._calls))
+        drive(agree(report, key=key, until=until, where=self._where, grace_s=self._grace_s), self._store)
 
 
-def agree(report: Report, *, key: str, until: float, where: Where, grace_s: float = _GRACE_S) -> Protocol[None]:
+def agree(
+    report: Report, *, key: str, until: float, where: Where, grace_s: float = _GRACE_S, what: str = "plan"
+) -> Protocol[None]:
     """The protocol of `Lockstep.agree`: ends by `until` and a few grace periods for each group."""
     groups = sorted(
         (group for group in report.groups if len(group.members) > 1), key=lambda g: (len(g.members), g.members)
     )
-    order = [("up", group) for group in groups] + [("down", group) for group in groups[-2::-1]]
+    order = [("up", group) for group in groups] + [("down", group) for group in reversed(groups)]
     found: dict[str, WireValue] | None = None
     for number, (phase, group) in enumerate(order):
         carried = report if found is None else replace(report, failure=_told(found, where))
         verdict = yield from _compare(
-            carried, group, key=f"{key}/{phase}/{group.key}", until=until + 2 * number * grace_s, grace_s=grace_s
+            carried,
+            group,
+            key=f"{key}/{phase}/{group.key}",
+            until=until + 2 * number * grace_s,
+            grace_s=grace_s,
+            what=what,
         )
         if found is None and verdict["kind"] != "agreed":
             found = verdict
@@ -106,7 +116,7 @@ def agree(report: Report, *, key: str, until: float, where: Where, grace_s: floa
 
 
 def _compare(
-    report: Report, group: GroupView, *, key: str, until: float, grace_s: float
+    report: Report, group: GroupView, *, key: str, until: float, grace_s: float, what: str
 ) -> Protocol[dict[str, WireValue]]:
     payload: dict[str, WireValue] = {
         "digest": group.digest,
@@ -120,7 +130,7 @@ def _compare(
             rank=report.rank,
             members=group.members,
             payload=pack(payload),
-            judge=lambda payloads: pack(_judge(group, payloads)),
+            judge=lambda payloads: pack(_judge(group, payloads, what)),
             absent=lambda ranks: pack({"kind": "missing", "role": group.role, "ranks": list(ranks)}),
             until=until,
             grace_s=grace_s,
@@ -132,7 +142,7 @@ def _compare(
     return verdict
 
 
-def _judge(group: GroupView, payloads: Mapping[int, bytes]) -> dict[str, WireValue]:
+def _judge(group: GroupView, payloads: Mapping[int, bytes], what: str) -> dict[str, WireValue]:
     """What the collector finds: failures first, since a rank that failed has no plan to disagree with."""
     reports = {rank: _read(payload) for rank, payload in payloads.items()}
     failures: dict[str, WireValue] = {
@@ -140,10 +150,10 @@ def _judge(group: GroupView, payloads: Mapping[int, bytes]) -> dict[str, WireVal
     }
     if failures:
         return {"kind": "failed", "role": group.role, "failures": failures}
-    for what in ("members", "digest"):
+    for field in ("members", "digest"):
         holders: dict[str, list[int]] = {}
         for rank, found in reports.items():
-            value = found[what]
+            value = found[field]
             shown = ",".join(map(str, value)) if isinstance(value, list) else str(value)
             holders.setdefault(shown, []).append(rank)
         if len(holders) > 1:
@@ -153,7 +163,7 @@ def _judge(group: GroupView, payloads: Mapping[int, bytes]) -> dict[str, WireVal
             return {
                 "kind": "disagree",
                 "role": group.role,
-                "what": "member list" if what == "members" else "plan",
+                "what": "member list" if field == "members" else what,
                 "holders": {value: list(ranks) for value, ranks in holders.items()},
                 "send": [one, other] if differ else [],
                 "difference": None if differ else _same_graph(reports[one]["signature"]),

@@ -345,10 +345,23 @@ class RanksMissing(AgreementError):
 
 
 class OpeningAborted(ClientError):
-    """The attempt was not opened; every participant that reads the outcome raises this with the same `outcome`."""
+    """The attempt was not opened; every participant that reads the outcome raises this with the same `outcome`.
 
-    def __init__(self, outcome: str, *, remedy: str, where: Where = _NOWHERE) -> None:
+    `missing` are the ranks that did not come, `odd` those that differ from the others.
+    """
+
+    def __init__(
+        self,
+        outcome: str,
+        *,
+        remedy: str,
+        missing: Sequence[int] = (),
+        odd: Sequence[int] = (),
+        where: Where = _NOWHERE,
+    ) -> None:
         self.outcome = outcome
+        self.missing = tuple(missing)
+        self.odd = tuple(odd)
         super().__init__(f"the job attempt was not opened: {outcome}", where=where, remedy=remedy)
 
 

@@ -8,7 +8,6 @@ every one of them and leaves the graph as it was.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
@@ -19,11 +18,11 @@ from torch.distributed.distributed_c10d import Store
 
 from bucketplan_client.agreement import DEFAULT_DEADLINE_S, GroupView, Lockstep, Report
 from bucketplan_client.capture.binding import Description
-from bucketplan_client.capture.describe import describe_graph
+from bucketplan_client.capture.describe import ScopeLike, describe_graph
+from bucketplan_client.environment import DISABLE_VARIABLE, disabled_by_environment
 from bucketplan_client.errors import AgreementError, ClientError, PassFailed, Where
 from bucketplan_client.membership import GroupLike, groups_of_graph, is_distributed, members_of, this_rank
 from bucketplan_client.rewrite.apply import Applied, apply_plan
-from bucketplan_client.scopes import ModuleScope
 from bucketplan_client.store import JobStore, default_store
 from bucketplan_core.collectives import Options
 from bucketplan_core.groups import group_digests
@@ -38,9 +37,6 @@ __all__ = ["DISABLE_VARIABLE", "FsdpBucketingPass", "LocalPlans", "PlanSource", 
 T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
-
-DISABLE_VARIABLE = "BUCKETPLAN_DISABLE"
-_OFF = frozenset({"", "0", "false", "no", "off"})
 
 
 class PlanSource(Protocol):
@@ -57,11 +53,6 @@ class LocalPlans:
 
     def __repr__(self) -> str:
         return "LocalPlans()"
-
-
-def disabled_by_environment() -> bool:
-    """Whether ``BUCKETPLAN_DISABLE`` asks for no bucketing at all."""
-    return os.environ.get(DISABLE_VARIABLE, "").strip().lower() not in _OFF
 
 
 class FsdpBucketingPass:
@@ -85,7 +76,7 @@ class FsdpBucketingPass:
         phase: str = "joint",
         roles: Mapping[str, str] | None = None,
         groups: Mapping[str, GroupLike] | None = None,
-        scopes: Sequence[ModuleScope] = (),
+        scopes: Sequence[ScopeLike] = (),
         only_roles: Collection[str] | None = None,
         exclude: Collection[str] = (),
         compute_ops: Collection[str] = (),

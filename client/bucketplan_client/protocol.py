@@ -8,11 +8,25 @@ which ranks whose deadlines differ by a millisecond would choose differently.
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-__all__ = ["Exchange", "Get", "GetMany", "Now", "Protocol", "Put", "PutOnce", "Step", "Wait", "exchange"]
+__all__ = [
+    "Exchange",
+    "Get",
+    "GetMany",
+    "Now",
+    "Protocol",
+    "Put",
+    "PutOnce",
+    "Step",
+    "Wait",
+    "exchange",
+    "members_digest",
+]
 
 T = TypeVar("T")
 
@@ -109,6 +123,11 @@ def exchange(call: Exchange) -> Protocol[bytes]:
         return standing
     values: Sequence[bytes] = yield GetMany((verdict,))
     return values[0]
+
+
+def members_digest(members: Sequence[int]) -> str:
+    """SHA-256 over ranks in group order: names one group among those of a role; 64 hex characters."""
+    return hashlib.sha256(struct.pack(f"<{len(members)}q", *members)).hexdigest()
 
 
 def _payload_key(key: str, rank: int) -> str:

@@ -12,17 +12,22 @@ no tokens: it is no server to train with.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from bucketplan_client.lean_httpx import httpx
 from bucketplan_client.transport import PlanClient, content_digest
+from bucketplan_core.attempt import AttemptRequest, RankReport
+from bucketplan_core.collectives import Options
+from bucketplan_core.epoch import Epoch, complete_options
 from bucketplan_core.errors import BucketplanError, DecodeError, PlannerUnavailable, SchemaVersionError
+from bucketplan_core.fields import Fields
 from bucketplan_core.plan import Plan
 from bucketplan_core.planning import make_plan
 from bucketplan_core.profile import CostProfile
@@ -33,6 +38,8 @@ __all__ = ["InMemoryPlanServer", "MemoryAnswer"]
 
 _MSGPACK = "application/msgpack"
 _PROBLEM = "application/problem+msgpack"
+_ATTEMPTS = re.compile(r"/v1/jobs/(?P<job>[^/]+)/attempts")
+_REPORTS = re.compile(r"/v1/jobs/[^/]+/attempts/\d+/reports")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +56,8 @@ class InMemoryPlanServer:
     """A planning server in memory; threads may share it.
 
     `calls` lists what it was asked as ``"GET /v1/plans/..."``, `num_plannings` counts plans that it made. `available`
-    set to False makes it refuse connections. `num_busy` answers of 202 come before each new plan.
+    set to False makes it refuse connections. `num_busy` answers of 202 come before each new plan. `activate` overrides
+    a plan for later attempts of a job; `reports` are those of ranks.
     """
 
     available: bool = True
@@ -58,6 +66,11 @@ class InMemoryPlanServer:
     calls: list[str] = field(default_factory=list)
     plans: dict[str, Plan] = field(default_factory=dict)
     profiles: dict[str, bytes] = field(default_factory=dict)
+    overrides: dict[str, dict[str, Plan]] = field(default_factory=dict)
+    reports: list[RankReport] = field(default_factory=list)
+    defaults: Options = field(default_factory=lambda: Options(strategy="size", planner="size/1"))
+    _attempts: dict[str, list[tuple[str, Epoch]]] = field(default_factory=dict)
+    _epochs: dict[str, Epoch] = field(default_factory=dict)
     _busy_left: dict[str, int] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -83,6 +96,11 @@ class InMemoryPlanServer:
             thread.join()
             httpd.server_close()
 
+    def activate(self, job: str, plan: Plan) -> None:
+        """Make `plan` what its signature has in attempts of `job` that open from now on."""
+        with self._lock:
+            self.overrides.setdefault(job, {})[plan.decision.signature] = plan
+
     def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> MemoryAnswer:
         """What the server says to one call."""
         with self._lock:
@@ -91,13 +109,58 @@ class InMemoryPlanServer:
             if route == "/v1/plans" and method == "POST":
                 return self._post_plan(body)
             if route.startswith("/v1/plans/") and method == "GET":
-                return self._get_plan(route.removeprefix("/v1/plans/"))
+                return self._get_plan(route.removeprefix("/v1/plans/"), _header(headers, "Bucketplan-Epoch"))
+            found = _ATTEMPTS.fullmatch(route)
+            if found is not None and method == "POST":
+                return self._open(unquote(found["job"]), body)
+            found = _REPORTS.fullmatch(route)
+            if found is not None and method == "POST":
+                self.reports.append(RankReport.read(Fields(unpack(body), "report")))
+                return MemoryAnswer(200, {"Content-Type": _MSGPACK}, pack({"status": "stored"}))
             if route in ("/healthz", "/readyz"):
                 return MemoryAnswer(200, {"Content-Type": _MSGPACK}, pack({"status": "ok"}))
             return _problem(404, "not-found", f"{method} {path} is not served here")
 
-    def _get_plan(self, signature: str) -> MemoryAnswer:
+    def _open(self, job: str, body: bytes) -> MemoryAnswer:
+        try:
+            request = AttemptRequest.read(Fields(unpack(body), "attempt"))
+            options = complete_options(request.options, self.defaults)
+        except BucketplanError as error:
+            return _problem(422, "invalid-body", str(error))
+        attempts = self._attempts.setdefault(job, [])
+        number = next((number for number, (key, _) in enumerate(attempts, 1) if key == request.key), None)
+        overrides = self.overrides.get(job, {})
+        if number is None:
+            epoch = request.held_epoch or Epoch.build(
+                job=job,
+                options=options,
+                topology=request.topology,
+                overrides={signature: plan.digest for signature, plan in overrides.items()},
+            )
+            attempts.append((request.key, epoch))
+            self._epochs[epoch.id] = epoch
+            number = len(attempts)
+        epoch = attempts[number - 1][1]
+        tree: dict[str, WireValue] = {
+            "attempt": number,
+            "epoch": epoch.to_wire(),
+            "epoch_id": epoch.id,
+            "overrides": [
+                {
+                    "digest": override.digest,
+                    "plan": overrides[override.signature].encoded,
+                    "signature": override.signature,
+                }
+                for override in epoch.overrides
+            ],
+        }
+        return MemoryAnswer(201, {"Content-Type": _MSGPACK}, pack(tree))
+
+    def _get_plan(self, signature: str, epoch_id: str | None) -> MemoryAnswer:
         plan = self.plans.get(signature)
+        epoch = self._epochs.get(epoch_id) if epoch_id is not None else None
+        if epoch is not None and epoch.digest_for(signature) is not None:
+            plan = self.overrides[epoch.job][signature]
         if plan is None:
             return _problem(404, "unknown-signature", f"no plan of {signature}")
         return _plan_answer(200, plan)
@@ -130,6 +193,10 @@ class InMemoryPlanServer:
         if profile is not None:
             self.profiles[signature] = profile.encoded
         return _plan_answer(201, plan)
+
+
+def _header(headers: Mapping[str, str], name: str) -> str | None:
+    return next((value for key, value in headers.items() if key.lower() == name.lower()), None)
 
 
 class _WrongName(Exception):

@@ -1,0 +1,147 @@
+"""Evidence that ranks compiled the same: written at each compilation, compared by whoever comes second.
+
+When a compile cache hits, no hook runs, so ranks cannot compare inside the compiler without waiting for ever. Instead
+the first rank of a group that compiles a graph writes what it will issue; every later one finds it there and compares,
+and none waits. On a difference it raises the alarm in the store, and a watcher on every rank of the job ends its
+process with both sides in the message, instead of leaving all of them in a collective that never completes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+
+from bucketplan_client.agreement import describe_difference
+from bucketplan_client.errors import ClientError, RanksDisagree, StoreFailed, Where
+from bucketplan_client.protocol import members_digest
+from bucketplan_client.store import JobStore
+from bucketplan_core.groups import group_digests
+from bucketplan_core.plan import Plan
+from bucketplan_core.request import Request
+from bucketplan_core.wire import pack, unpack
+
+__all__ = ["ABORT_STATUS", "Evidence", "abort_process"]
+
+_LOG = logging.getLogger(__name__)
+
+ABORT_STATUS = 70
+"""Exit status after a mismatch (EX_SOFTWARE of sysexits.h), so that a launcher starts or stops the whole job."""
+_POLL_S = 1.0
+
+
+def abort_process(error: ClientError) -> None:
+    """End this process at once: threads in a collective of another library cannot be unwound."""
+    print(f"bucketplan: {error}", file=sys.stderr, flush=True)  # noqa: T201  (logging may not be flushed before exit)
+    logging.shutdown()
+    os._exit(ABORT_STATUS)
+
+
+class Evidence:
+    """The evidence of one rank of one attempt; `on_mismatch` is called once, on a thread of its own, on every rank."""
+
+    def __init__(
+        self,
+        store: JobStore,
+        *,
+        rank: int,
+        where: Where,
+        on_mismatch: Callable[[ClientError], None] = abort_process,
+        poll_s: float = _POLL_S,
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._where = where
+        self._on_mismatch = on_mismatch
+        self._poll_s = poll_s
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def watch(self) -> None:
+        """Start the watcher, unless it runs."""
+        if self._thread is None:
+            own = self._store.separate()
+            self._thread = threading.Thread(target=self._watch, args=(own,), name="bucketplan-watch", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def note(
+        self,
+        slot: str,
+        request: Request,
+        plan: Plan,
+        groups: Mapping[str, Sequence[int]],
+    ) -> bool:
+        """Write, or compare with, what each of this rank's `groups` (members by role) will issue for graph `slot`.
+
+        `slot` must name the graph alike on every rank however many of them compile it: torch's compile id and phase do,
+        a counter of hook calls does not. Returns False after raising the alarm.
+        """
+        digests = group_digests(request, plan.decision)
+        self._store.put_once(f"description/{request.signature}", zlib.compress(request.encoded))
+        for role in sorted(digests):
+            members = list(groups.get(role, ()))
+            if len(members) < 2:
+                continue
+            group = members_digest(members)[:16]
+            mine = pack({"digest": digests[role], "rank": self._rank, "signature": request.signature})
+            standing = self._store.put_once(f"evidence/{slot}/{role}/{group}", mine)
+            if standing != mine and not self._same(standing, digests[role]):
+                self._alarm(slot, role, standing, mine)
+                return False
+        return True
+
+    def _same(self, standing: bytes, digest: str) -> bool:
+        tree = unpack(standing)
+        return isinstance(tree, dict) and tree["digest"] == digest
+
+    def _alarm(self, slot: str, role: str, standing: bytes, mine: bytes) -> None:
+        first, second = unpack(standing), unpack(mine)
+        assert isinstance(first, dict)
+        assert isinstance(second, dict)
+        sides = [self._store.get(f"description/{side['signature']}") for side in (first, second)]
+        difference = ""
+        if sides[0] is not None and sides[1] is not None:
+            difference = describe_difference(
+                zlib.decompress(sides[0]), zlib.decompress(sides[1]), int(str(first["rank"])), self._rank
+            )
+        self._store.put_once(
+            "alarm",
+            pack({"difference": difference, "first": first, "role": role, "second": second, "slot": slot}),
+        )
+
+    def _watch(self, store: JobStore) -> None:
+        while not self._stop.wait(self._poll_s):
+            try:
+                found = store.get("alarm")
+            except StoreFailed as error:
+                # The store ends with the job; a rank that still trains then hears of it from its own collectives.
+                _LOG.info("no longer watching for mismatches: %s", error.message)
+                return
+            if found is not None:
+                self._on_mismatch(_mismatch(found, self._where))
+                return
+
+
+def _mismatch(alarm: bytes, where: Where) -> RanksDisagree:
+    tree = unpack(alarm)
+    assert isinstance(tree, dict)
+    first, second = tree["first"], tree["second"]
+    assert isinstance(first, dict)
+    assert isinstance(second, dict)
+    return RanksDisagree(
+        role=str(tree["role"]),
+        what=f"collectives of compiled graph {tree['slot']}",
+        holders={str(side["digest"]): [int(str(side["rank"]))] for side in (first, second)},
+        difference=str(tree["difference"]) or None,
+        where=where,
+    )

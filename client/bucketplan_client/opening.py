@@ -1,0 +1,422 @@
+"""`open_attempt`: before any graph is built, the ranks of a job agree on everything that can change a plan.
+
+    attempt = open_attempt(PlanClient(), job="llama", groups={"fsdp": dist.group.WORLD}, options={"strategy": "auto"})
+    bucketing = FsdpBucketingPass(attempt.plans, options=attempt.options, ...)
+
+Afterwards (signature, epoch) -> plan is a function, whatever becomes of the server, and no rank waits for another. The
+protocol is in `bucketplan_client.opening_protocol`; this module runs it on the job's store and the server.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import random
+import socket
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from bucketplan_client.agreement import GroupView, Report, agree
+from bucketplan_client.cache import PlanCache
+from bucketplan_client.environment import disabled_by_environment, job_from_environment
+from bucketplan_client.errors import ClientError, CorruptAnswer, OpeningAborted, ServerUnreachable, Where
+from bucketplan_client.evidence import Evidence, abort_process
+from bucketplan_client.fallback import DEFAULT_DEADLINE_S, AttemptPlans
+from bucketplan_client.membership import GroupLike, is_distributed, members_of, this_rank
+from bucketplan_client.opening_protocol import (
+    AskServer,
+    Hello,
+    LoadEpoch,
+    OnUnavailable,
+    Opened,
+    OpenMode,
+    Outcome,
+    Setup,
+    Sleep,
+    Source,
+    open_protocol,
+)
+from bucketplan_client.reports import Reporter
+from bucketplan_client.rewrite import REWRITER_VERSION
+from bucketplan_client.store import JobStore, default_store, drive
+from bucketplan_client.transport import PlanClient
+from bucketplan_core.attempt import OPEN_SLOT, AttemptRequest, RankReport
+from bucketplan_core.collectives import Options
+from bucketplan_core.epoch import Epoch
+from bucketplan_core.errors import BucketplanError, DecodeError
+from bucketplan_core.fields import Fields
+from bucketplan_core.plan import Plan
+from bucketplan_core.planners import current_version, find_planner
+from bucketplan_core.request import CAPTURE_VERSION, SCHEMA_VERSION
+from bucketplan_core.wire import WireValue, digest_of, pack
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+__all__ = ["Attempt", "open_attempt"]
+
+_LOG = logging.getLogger(__name__)
+
+_DEFAULTS = Options(strategy="size", planner=current_version("size"))
+_MAX_OVERRIDES = 10_000
+_openings = itertools.count()
+
+
+class Attempt:
+    """One opened attempt of a job, as one rank holds it; every rank of `participants` holds the same.
+
+    `bucketed` is False where the attempt runs without buckets (`reason` says why): `epoch`, `options` and `plans` are
+    then None. `uuid` is what compile caches must be keyed by. `number` is the server's, None where it was not asked.
+    """
+
+    def __init__(
+        self,
+        *,
+        job: str,
+        rank: int,
+        participants: tuple[int, ...],
+        outcome: Outcome,
+        store: JobStore,
+        client: PlanClient | None,
+        cache: PlanCache | None,
+        groups: Mapping[str, tuple[int, ...]],
+        where: Where,
+        on_mismatch: Callable[[ClientError], None],
+        plan_s: float,
+    ) -> None:
+        opened = outcome.opened
+        self.job = job
+        self.rank = rank
+        self.participants = participants
+        self.bucketed = opened is not None
+        self.reason = outcome.reason
+        self.source: Source | None = outcome.source if opened is not None else None
+        self.groups = dict(groups)
+        self.number = None if opened is None else opened.attempt
+        self.epoch: Epoch | None = None if opened is None else opened.epoch
+        self.options: Options | None = None if opened is None else opened.epoch.options
+        self.topology: dict[str, int] = {} if opened is None else dict(opened.epoch.topology)
+        self.uuid = uuid_of(outcome)
+        self.store = store.scoped(outcome.nonce or "opening")
+        self.where = where
+        self.plans: AttemptPlans | None = None
+        if opened is not None:
+            self.plans = AttemptPlans(
+                opened,
+                source=outcome.source,
+                client=client,
+                cache=cache,
+                store=self.store,
+                where=where,
+                deadline_s=plan_s,
+            )
+        self.evidence = Evidence(self.store, rank=rank, where=where, on_mismatch=on_mismatch)
+        self._reporter: Reporter | None = None
+        if client is not None and self.number is not None:
+            self._reporter = Reporter(client, job=job, attempt=self.number)
+            self.report(RankReport(rank=rank, slot=OPEN_SLOT, uuid=self.uuid, members=self.groups))
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = repr(self.epoch) if self.bucketed else f"unbucketed: {self.reason}"
+        return f"Attempt({self.job!r}, number {self.number}, {state})"
+
+    def report(self, report: RankReport) -> None:
+        """Send `report` to the server in the background, where there is one."""
+        if self._reporter is not None:
+            self._reporter.send(report)
+
+    def compare(self, what: str, value: str, *, deadline_s: float = 120.0) -> None:
+        """Return once every participant brought the same `value` of `what`; else raise `AgreementError`, alike on all.
+
+        For what the opening does not know, such as the fingerprint of a compiler pass. Call it on every participant.
+        """
+        view = GroupView(role="participants", members=self.participants, digest=value)
+        report = Report(rank=self.rank, groups=(view,))
+        until = time.monotonic() + deadline_s
+        drive(agree(report, key=f"compare/{what}", until=until, where=self.where, what=what), self.store)
+
+    def compare_first_execution(
+        self, slot: str, digests: Mapping[str, str], *, deadline_s: float = 300.0, signature: str | None = None
+    ) -> None:
+        """Before graph `slot` runs for the first time, compare its group digests (by role) within each group.
+
+        It catches what a compile cache replays, since the graph runs on every rank whether a hook was called or not.
+        Raises `AgreementError`, alike on all ranks of a group.
+        """
+        views = tuple(
+            GroupView(role=role, members=members, digest=digests.get(role)) for role, members in self.groups.items()
+        )
+        report = Report(rank=self.rank, groups=views, signature=signature)
+        until = time.monotonic() + deadline_s
+        drive(
+            agree(report, key=f"first/{slot}", until=until, where=self.where, what="collectives of the graph"),
+            self.store,
+        )
+
+    def close(self) -> None:
+        """Stop watching and send the reports that are waiting."""
+        self.evidence.close()
+        if self._reporter is not None:
+            self._reporter.close()
+            self._reporter = None
+
+
+def uuid_of(outcome: Outcome) -> str:
+    """What ranks of one attempt have in common and another attempt with other plans has not; 64 hex characters.
+
+    The epoch's content (options, overrides and capture version among it), the rewriter, and whether there are buckets
+    at all. Two attempts with one epoch share it, so that a restart finds its compile cache warm; except where plans
+    were made from a profile that only one attempt has in common.
+    """
+    if outcome.opened is None:
+        return digest_of(pack({"mode": "unbucketed"}))
+    epoch = outcome.opened.epoch
+    own_profile = outcome.source == "local" and find_planner(epoch.options.planner).uses_profile
+    return digest_of(
+        pack(
+            {
+                "epoch": epoch.id,
+                "mode": "bucketed",
+                "profile": outcome.nonce if own_profile else "bound",
+                "rewriter": REWRITER_VERSION,
+                "schema": SCHEMA_VERSION,
+            }
+        )
+    )
+
+
+def open_attempt(
+    client: PlanClient | None,
+    *,
+    groups: Mapping[str, GroupLike],
+    job: str | None = None,
+    options: Mapping[str, WireValue] | None = None,
+    participants: Sequence[int] | None = None,
+    mode: OpenMode = "leader",
+    on_unavailable: OnUnavailable = "local",
+    deadline_s: float = 300.0,
+    server_s: float = 60.0,
+    grace_s: float = 10.0,
+    plan_s: float = DEFAULT_DEADLINE_S,
+    store: Store | None = None,
+    cache: PlanCache | None = None,
+    defaults: Options = _DEFAULTS,
+    disabled: bool | None = None,
+    rank: int | None = None,
+    name: str | None = None,
+    on_mismatch: Callable[[ClientError], None] = abort_process,
+) -> Attempt:
+    """Open an attempt of `job` together with the other ranks; call it on every participant, before any graph is built.
+
+    `groups` are this rank's groups that hold parameters, by role. `participants` are the ranks that share such a group,
+    directly or through others: one pipeline stage, not the world, where there are stages (default: all ranks).
+    `options` are planning options that the user fixes; the server's defaults, or `defaults` without a server, complete
+    them. With `client` None there is no server. The outcome is one of: a commit, no buckets at all (`Attempt.bucketed`
+    is False), or `OpeningAborted` on every rank. `on_unavailable` says which where the server cannot be reached and not
+    every rank holds an epoch of this job in its `cache`. `disabled` defaults to ``BUCKETPLAN_DISABLE``; one rank is
+    enough. `plan_s` bounds one look for a plan at the server. `name` tells this opening from others on the same store;
+    by default the calls of each process are counted.
+
+    Raises `OpeningAborted` naming missing or odd ranks, and `StoreFailed`; both within `deadline_s` plus `server_s` and
+    a few seconds.
+    """
+    rank = this_rank() if rank is None else rank
+    job = job or job_from_environment()
+    members = {role: members_of(group) for role, group in groups.items()}
+    ranks = tuple(sorted(participants)) if participants is not None else _all_ranks(members, rank)
+    where = Where(rank=rank, job=job, server=None if client is None else client.address)
+    root = JobStore(store or default_store(), prefix=f"bucketplan/{quote(job, safe='')}/{ranks[0]}", where=where)
+    opening_store = root.scoped(f"opening/{next(_openings) if name is None else name}")
+    setup = Setup(
+        job=job,
+        participants=ranks,
+        nonce=uuid.uuid4().hex,
+        defaults=defaults,
+        mode=mode,
+        deadline_s=deadline_s,
+        server_s=server_s,
+        grace_s=grace_s,
+        hello=Hello(
+            rank=rank,
+            capture=CAPTURE_VERSION,
+            rewriter=REWRITER_VERSION,
+            schema=SCHEMA_VERSION,
+            options=dict(options or {}),
+            on_unavailable=on_unavailable,
+            disabled=disabled_by_environment() if disabled is None else disabled,
+            host=_host(),
+            groups=members,
+            held=tuple(cache.epochs(job)) if cache is not None else (),
+        ),
+    )
+    try:
+        outcome = drive(
+            open_protocol(setup), opening_store, other=lambda step: _perform(step, job, client, cache, where)
+        )
+        _verify(outcome, setup)
+    except BucketplanError as error:
+        if isinstance(error, ClientError):
+            raise error.located(where) from error.__cause__
+        raise OpeningAborted(
+            f"its outcome cannot be adopted: {error}",
+            remedy="Install one release of bucketplan on every host and start the job again",
+            where=where,
+        ) from error
+    if outcome.kind == "abort":
+        raise OpeningAborted(
+            outcome.reason, remedy=outcome.remedy, where=where, missing=outcome.missing, odd=outcome.odd
+        )
+    if cache is not None and outcome.opened is not None:
+        _remember(cache, outcome.opened)
+    attempt = Attempt(
+        job=job,
+        rank=rank,
+        participants=ranks,
+        outcome=outcome,
+        store=root,
+        client=client if outcome.source == "server" else None,
+        cache=cache,
+        groups=members,
+        where=where,
+        on_mismatch=on_mismatch,
+        plan_s=plan_s,
+    )
+    _tell(attempt, outcome)
+    return attempt
+
+
+def _all_ranks(members: Mapping[str, tuple[int, ...]], rank: int) -> tuple[int, ...]:
+    if is_distributed():
+        import torch.distributed as dist
+
+        return tuple(range(dist.get_world_size()))
+    return tuple(sorted({rank, *(member for ranks in members.values() for member in ranks)}))
+
+
+def _perform(step: Any, job: str, client: PlanClient | None, cache: PlanCache | None, where: Where) -> Any:
+    match step:
+        case AskServer(request, until):
+            return ask_server(client, job, request, until=until, where=where)
+        case LoadEpoch(epoch_id):
+            return _load_epoch(cache, job, epoch_id)
+        case Sleep(most_s):
+            time.sleep(random.uniform(0.0, most_s))
+            return None
+    raise AssertionError(f"unknown step {step!r}")
+
+
+def ask_server(client: PlanClient | None, job: str, request: AttemptRequest, *, until: float, where: Where) -> Opened:
+    """Open an attempt at the server; raises `ServerError`. Epoch and overrides are verified against their digests."""
+    if client is None:
+        raise ServerUnreachable("no server is configured", num_tries=0, where=where)
+    answer = client.post(
+        f"/v1/jobs/{quote(job, safe='')}/attempts",
+        request.to_wire(),
+        key=request.key,
+        deadline_s=max(0.0, until - time.monotonic()),
+    )
+    try:
+        return read_opened(answer.body)
+    except BucketplanError as error:
+        raise CorruptAnswer(str(error), num_tries=answer.num_tries, where=where) from error
+
+
+def read_opened(tree: WireValue) -> Opened:
+    """The server's answer to an opening; raises `DecodeError` where a part is not what its digest says."""
+    fields = Fields(tree, "opened")
+    epoch = Epoch.from_wire(fields.raw("epoch"), "opened.epoch")
+    epoch_id = fields.digest("epoch_id")
+    if epoch_id != epoch.id:
+        raise DecodeError("opened.epoch_id", epoch_id, f"the epoch hashes to {epoch.id}")
+    overrides: dict[str, bytes] = {}
+    for index, value in enumerate(fields.array("overrides", limit=_MAX_OVERRIDES)):
+        entry = Fields(value, f"opened.overrides[{index}]")
+        signature, plan = entry.digest("signature"), entry.raw("plan")
+        entry.digest("digest")
+        entry.finish()
+        if not isinstance(plan, bytes):
+            raise DecodeError(f"opened.overrides[{index}].plan", plan, "must be bytes")
+        overrides[signature] = plan
+    opened = Opened(epoch=epoch, overrides=overrides, attempt=fields.integer("attempt", low=1))
+    fields.finish()
+    _verify_overrides(opened)
+    return opened
+
+
+def _verify_overrides(opened: Opened) -> None:
+    for override in opened.epoch.overrides:
+        encoded = opened.overrides.get(override.signature)
+        if encoded is None:
+            raise DecodeError("opened.overrides", override.signature, "the epoch overrides it, but its plan is missing")
+        plan = Plan.decode(encoded, expected_signature=override.signature)
+        if plan.digest != override.digest:
+            raise DecodeError("opened.overrides", plan.digest, f"the epoch promises plan {override.digest}")
+
+
+def _load_epoch(cache: PlanCache | None, job: str, epoch_id: str) -> Opened | None:
+    """An epoch from the cache, only with every plan that it overrides: nobody could give those otherwise."""
+    epoch = cache.epoch(job, epoch_id) if cache is not None else None
+    if cache is None or epoch is None:
+        return None
+    overrides: dict[str, bytes] = {}
+    for override in epoch.overrides:
+        plan = cache.plan(override.signature, epoch)
+        if plan is None:
+            return None
+        overrides[override.signature] = plan.encoded
+    return Opened(epoch=epoch, overrides=overrides)
+
+
+def _remember(cache: PlanCache, opened: Opened) -> None:
+    for override in opened.epoch.overrides:
+        plan = Plan.decode(opened.overrides[override.signature], expected_signature=override.signature)
+        cache.keep(plan, opened.epoch)
+    cache.keep_epoch(opened.epoch)
+
+
+def _verify(outcome: Outcome, setup: Setup) -> None:
+    """Whether this rank can do what was decided: it may have come late, restarted, with another release."""
+    if outcome.opened is None:
+        return
+    epoch = outcome.opened.epoch
+    if epoch.capture != setup.hello.capture:
+        raise DecodeError("epoch.capture", epoch.capture, f"this release describes graphs by version {CAPTURE_VERSION}")
+    if epoch.job != setup.job:
+        raise DecodeError("epoch.job", epoch.job, f"this rank opens job {setup.job!r}")
+    held = epoch.options.to_wire()
+    for name, value in setup.hello.options.items():
+        if held.get(name) != value:
+            raise DecodeError(f"epoch.options.{name}", held.get(name), f"this rank was configured with {value!r}")
+    _verify_overrides(outcome.opened)
+
+
+def _host() -> str:
+    return os.environ.get("BUCKETPLAN_HOST") or socket.gethostname()
+
+
+def _tell(attempt: Attempt, outcome: Outcome) -> None:
+    if not attempt.bucketed:
+        _LOG.warning("job %s runs without buckets: %s. %s", attempt.job, outcome.reason, outcome.remedy)
+        return
+    assert attempt.epoch is not None
+    _LOG.info(
+        "opened attempt %s of job %s: epoch %s from %s, %s, %d overrides",
+        attempt.number if attempt.number is not None else "without a number",
+        attempt.job,
+        attempt.epoch.id[:12],
+        outcome.source,
+        attempt.epoch.options.planner,
+        len(attempt.epoch.overrides),
+    )
+    if outcome.source != "server":
+        _LOG.warning("the planning server was not there: %s", outcome.reason or "its epoch came from the cache")

@@ -1,0 +1,493 @@
+"""How the ranks of a job open an attempt together: one value, written once, decides for all of them.
+
+    every rank   puts its hello: versions, options, groups, epochs in its cache, its host
+    leader       waits for all hellos, refuses what does not fit together, asks the server for the epoch, and writes
+                 the outcome once: commit (with epoch, overrides, options), unbucketed, or abort
+    every rank   reads the outcome and adopts it, or raises; none chooses by itself
+
+Whoever loses patience first (a rank that waits for a dead leader, the leader that misses a rank) writes the outcome
+that the configuration asks for in that case; whoever comes later finds it there. In mode `every_rank` each rank also
+asks the server, under one key, so that the server answers all of them alike; the first answer in the store is
+everyone's.
+
+Everything here is pure: see `bucketplan_client.protocol` for how it is run, and the simulation in tests/fleet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from bucketplan_client.errors import ServerError, ServerRefused
+from bucketplan_client.protocol import GetMany, Now, Protocol, Put, PutOnce, Wait, members_digest
+from bucketplan_core.attempt import AttemptRequest
+from bucketplan_core.collectives import Options
+from bucketplan_core.epoch import Epoch, complete_options
+from bucketplan_core.errors import BucketplanError, DecodeError, describe_ranks
+from bucketplan_core.fields import Fields
+from bucketplan_core.wire import WireValue, pack, unpack
+
+__all__ = [
+    "AskServer",
+    "Hello",
+    "LoadEpoch",
+    "OnUnavailable",
+    "OpenMode",
+    "Opened",
+    "Outcome",
+    "Setup",
+    "Sleep",
+    "open_protocol",
+]
+
+OpenMode = Literal["leader", "every_rank"]
+OnUnavailable = Literal["local", "unbucketed", "error"]
+OutcomeKind = Literal["commit", "unbucketed", "abort"]
+Source = Literal["server", "cache", "local"]
+
+_MAX_ROLES = 1_000
+_VERSIONS = ("capture", "rewriter", "schema")
+_OUTCOME, _DRAFT, _ANSWER = "outcome", "draft", "answer"
+_PASSING_PROBLEMS = frozenset({"busy", "store-unavailable", "internal", "planner-failed"})
+"""Problems that say "not now"; any other refusal is a mistake in the configuration, which no fallback should hide."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """What one rank brings to the opening.
+
+    `options` are the option fields that the user gave. `groups` are this rank's groups: members by role; on the wire
+    only the first member of a group lists them, the others send their digest, so that the leader of thousands of ranks
+    reads each list once. `held` are the epochs in its cache, the latest first. `host` tells ranks of one machine from
+    those of another.
+    """
+
+    rank: int
+    capture: int
+    rewriter: int
+    schema: int
+    options: Mapping[str, WireValue] = field(default_factory=dict)
+    on_unavailable: OnUnavailable = "local"
+    disabled: bool = False
+    host: str = ""
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    held: tuple[str, ...] = ()
+    group_digests: Mapping[str, str] = field(default_factory=dict)
+
+    def encoded(self) -> bytes:
+        return pack(
+            {
+                "capture": self.capture,
+                "disabled": self.disabled,
+                "group_digests": {role: members_digest(members) for role, members in self.groups.items()},
+                "groups": {role: list(members) for role, members in self.groups.items() if members[0] == self.rank},
+                "held": list(self.held),
+                "host": self.host,
+                "on_unavailable": self.on_unavailable,
+                "options": dict(self.options),
+                "rank": self.rank,
+                "rewriter": self.rewriter,
+                "schema": self.schema,
+            }
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> Hello:
+        fields = Fields(unpack(data), "hello")
+        groups, digests = fields.submap("groups"), fields.submap("group_digests")
+        options = fields.raw("options")
+        if not isinstance(options, dict):
+            raise DecodeError("hello.options", options, "must be a map")
+        held = fields.array("held", limit=1_000)
+        hello = cls(
+            rank=fields.integer("rank"),
+            capture=fields.integer("capture"),
+            rewriter=fields.integer("rewriter"),
+            schema=fields.integer("schema"),
+            options=options,
+            on_unavailable=fields.text("on_unavailable", choices=("local", "unbucketed", "error")),  # type: ignore[arg-type]
+            disabled=fields.flag("disabled"),
+            host=fields.text("host"),
+            groups={role: _int_tuple(groups, role) for role in groups.keys(limit=_MAX_ROLES)},
+            group_digests={role: digests.digest(role) for role in digests.keys(limit=_MAX_ROLES)},
+            held=tuple(str(value) for value in held),
+        )
+        groups.finish()
+        digests.finish()
+        fields.finish()
+        return hello
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """What the server (or a cache) promises an attempt: its number, its epoch, and the bytes of every override."""
+
+    epoch: Epoch
+    overrides: Mapping[str, bytes] = field(default_factory=dict)
+    attempt: int | None = None
+
+    def to_wire(self) -> dict[str, WireValue]:
+        return {
+            "attempt": self.attempt,
+            "epoch": self.epoch.encoded,
+            "overrides": dict(self.overrides),
+        }
+
+    @classmethod
+    def from_wire(cls, tree: WireValue, path: str = "opened") -> Opened:
+        fields = Fields(tree, path)
+        encoded = fields.raw("epoch")
+        overrides = fields.raw("overrides")
+        if not isinstance(encoded, bytes):
+            raise DecodeError(f"{path}.epoch", encoded, "must be bytes")
+        if not isinstance(overrides, dict):
+            raise DecodeError(f"{path}.overrides", overrides, "must be a map")
+        opened = cls(
+            epoch=Epoch.decode(encoded),
+            overrides={signature: plan for signature, plan in overrides.items() if isinstance(plan, bytes)},
+            attempt=fields.optional_integer("attempt"),
+        )
+        fields.finish()
+        return opened
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The one decision about an attempt, as it stands in the store.
+
+    `source` says where the epoch of a commit came from. `reason` and `remedy` are for people; `missing` and `odd` are
+    the ranks that an abort is about. `nonce` is different for every opening.
+    """
+
+    kind: OutcomeKind
+    nonce: str = ""
+    source: Source = "server"
+    opened: Opened | None = None
+    reason: str = ""
+    remedy: str = ""
+    missing: tuple[int, ...] = ()
+    odd: tuple[int, ...] = ()
+
+    def encoded(self) -> bytes:
+        return pack(
+            {
+                "kind": self.kind,
+                "missing": list(self.missing),
+                "nonce": self.nonce,
+                "odd": list(self.odd),
+                "opened": None if self.opened is None else self.opened.to_wire(),
+                "reason": self.reason,
+                "remedy": self.remedy,
+                "source": self.source,
+            }
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> Outcome:
+        fields = Fields(unpack(data), "outcome")
+        opened = fields.raw("opened")
+        outcome = cls(
+            kind=fields.text("kind", choices=("commit", "unbucketed", "abort")),  # type: ignore[arg-type]
+            nonce=fields.text("nonce"),
+            source=fields.text("source", choices=("server", "cache", "local")),  # type: ignore[arg-type]
+            opened=None if opened is None else Opened.from_wire(opened, "outcome.opened"),
+            reason=fields.text("reason"),
+            remedy=fields.text("remedy"),
+            missing=_int_tuple(fields, "missing"),
+            odd=_int_tuple(fields, "odd"),
+        )
+        fields.finish()
+        if (outcome.kind == "commit") != (outcome.opened is not None):
+            raise DecodeError("outcome.opened", opened, "must be there exactly for a commit")
+        return outcome
+
+
+@dataclass(frozen=True, slots=True)
+class AskServer:
+    """Open the attempt at the server, at most until `until`. Result: `Opened`; raises `ServerError`."""
+
+    request: AttemptRequest
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEpoch:
+    """Read an epoch and its overrides from this rank's cache. Result: `Opened`, or None when it is not whole there."""
+
+    epoch_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """Wait for up to `most_s` seconds, a random share of it. Result: None."""
+
+    most_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """One rank's part in one opening.
+
+    `participants` are the ranks that share a candidate's group, directly or through others, in ascending order; the
+    first leads. `deadline_s` bounds the wait for ranks, `server_s` the server's part, `grace_s` how much longer ranks
+    wait for the leader than it may take. `defaults` complete the options where no server does.
+    """
+
+    job: str
+    participants: tuple[int, ...]
+    hello: Hello
+    nonce: str
+    defaults: Options
+    mode: OpenMode = "leader"
+    deadline_s: float = 300.0
+    server_s: float = 60.0
+    grace_s: float = 10.0
+    jitter_s: float = 5.0
+
+    @property
+    def rank(self) -> int:
+        return self.hello.rank
+
+    @property
+    def leader(self) -> int:
+        return self.participants[0]
+
+
+def open_protocol(setup: Setup) -> Protocol[Outcome]:
+    """The outcome of this opening, the same on every rank that gets one; each ends within the sum of its times.
+
+    Raises `DecodeError` where what stands in the store cannot be read.
+    """
+    started: float = yield Now()
+    until = started + setup.deadline_s
+    yield Put(_hello_key(setup.rank), setup.hello.encoded())
+    if setup.rank == setup.leader:
+        standing = yield from _lead(setup, until)
+        return Outcome.decode(standing)
+    if setup.mode == "every_rank":
+        yield from _ask_as_well(setup, until)
+    missing: tuple[str, ...] = yield Wait((_OUTCOME,), until + setup.server_s + setup.grace_s)
+    if missing:
+        standing = yield PutOnce(_OUTCOME, _without(setup, [setup.leader]).encoded())
+    else:
+        (standing,) = yield GetMany((_OUTCOME,))
+    return Outcome.decode(standing)
+
+
+def _lead(setup: Setup, until: float) -> Protocol[bytes]:
+    keys = tuple(_hello_key(rank) for rank in setup.participants)
+    missing: tuple[str, ...] = yield Wait(keys, until)
+    if missing:
+        gone = set(missing)
+        outcome = _without(setup, [r for r, key in zip(setup.participants, keys, strict=True) if key in gone])
+    else:
+        found: Sequence[bytes] = yield GetMany(keys)
+        hellos = [Hello.decode(value) for value in found]
+        refused = judge_hellos(hellos, setup)
+        outcome = refused if refused is not None else (yield from _decide(setup, hellos))
+    standing: bytes = yield PutOnce(_OUTCOME, outcome.encoded())
+    return standing
+
+
+def _decide(setup: Setup, hellos: Sequence[Hello]) -> Protocol[Outcome]:
+    """What the leader wants the outcome to be once everybody is there and fits."""
+    request = AttemptRequest(
+        key=setup.nonce,
+        participants=participants_of(hellos),
+        options=setup.hello.options,
+        topology=topology_of(hellos),
+    )
+    now: float = yield Now()
+    server_until = now + setup.server_s
+    try:
+        if setup.mode == "leader":
+            opened: Opened = yield AskServer(request, server_until)
+        else:
+            opened = yield from _collect_answers(request, server_until)
+    except ServerError as error:
+        return (yield from _without_server(setup, hellos, request, error))
+    return Outcome(kind="commit", nonce=setup.nonce, source="server", opened=opened)
+
+
+def _collect_answers(request: AttemptRequest, until: float) -> Protocol[Opened]:
+    """Mode `every_rank`: the leader asks like everyone, then takes the answer that stood in the store first."""
+    yield Put(_DRAFT, pack(request.to_wire()))
+    try:
+        opened: Opened = yield AskServer(request, until)
+    except ServerError:
+        missing: tuple[str, ...] = yield Wait((_ANSWER,), until)
+        if missing:
+            raise
+        (standing,) = yield GetMany((_ANSWER,))
+    else:
+        standing = yield PutOnce(_ANSWER, pack(opened.to_wire()))
+    return Opened.from_wire(unpack(standing), "answer")
+
+
+def _ask_as_well(setup: Setup, until: float) -> Protocol[None]:
+    missing: tuple[str, ...] = yield Wait((_DRAFT,), until + setup.grace_s)
+    if missing:
+        return
+    (draft,) = yield GetMany((_DRAFT,))
+    yield Sleep(min(setup.jitter_s, setup.server_s / 2))
+    now: float = yield Now()
+    try:
+        opened: Opened = yield AskServer(AttemptRequest.read(Fields(unpack(draft), "draft")), now + setup.server_s / 2)
+    except ServerError:
+        return
+    yield PutOnce(_ANSWER, pack(opened.to_wire()))
+
+
+def _without_server(
+    setup: Setup, hellos: Sequence[Hello], request: AttemptRequest, error: ServerError
+) -> Protocol[Outcome]:
+    """The epoch that every rank holds, else what the configuration says for this case."""
+    if isinstance(error, ServerRefused) and error.problem.slug not in _PASSING_PROBLEMS and error.problem.status < 500:
+        return Outcome(kind="abort", nonce=setup.nonce, reason=error.message, remedy=error.remedy)
+    everywhere = set.intersection(*(set(hello.held) for hello in hellos))
+    for epoch_id in setup.hello.held:
+        if epoch_id in everywhere:
+            held: Opened | None = yield LoadEpoch(epoch_id)
+            if held is not None and _fits(held.epoch, setup, request):
+                return Outcome(kind="commit", nonce=setup.nonce, source="cache", opened=held)
+    choice = setup.hello.on_unavailable
+    if choice == "unbucketed":
+        return Outcome(kind="unbucketed", nonce=setup.nonce, reason=error.message, remedy=error.remedy)
+    if choice == "error":
+        return Outcome(kind="abort", nonce=setup.nonce, reason=error.message, remedy=error.remedy)
+    try:
+        epoch = Epoch.build(
+            job=setup.job,
+            options=complete_options(setup.hello.options, setup.defaults),
+            topology=request.topology,
+            overrides={},
+        )
+    except BucketplanError as bad:
+        return _abort(setup, str(bad), remedy="Correct the option")
+    return Outcome(kind="commit", nonce=setup.nonce, source="local", opened=Opened(epoch=epoch), reason=error.message)
+
+
+def _fits(epoch: Epoch, setup: Setup, request: AttemptRequest) -> bool:
+    """Whether an epoch from the cache is of this job as it starts now: its options, its hosts, this capture version."""
+    if epoch.job != setup.job or epoch.capture != setup.hello.capture or dict(epoch.topology) != dict(request.topology):
+        return False
+    held = epoch.options.to_wire()
+    return all(held.get(name) == value for name, value in setup.hello.options.items())
+
+
+def judge_hellos(hellos: Sequence[Hello], setup: Setup) -> Outcome | None:
+    """What keeps these ranks from opening together, None when nothing does."""
+    off = [hello.rank for hello in hellos if hello.disabled]
+    if off:
+        return Outcome(
+            kind="unbucketed",
+            nonce=setup.nonce,
+            reason=f"switched off on {describe_ranks(off)}",
+            remedy="Unset BUCKETPLAN_DISABLE there to have buckets again",
+        )
+    for name in _VERSIONS:
+        found = _by_value(hellos, lambda hello, name=name: getattr(hello, name))  # type: ignore[misc]
+        if len(found) > 1:
+            return _disagree(setup, f"{name} version", found, "Install one release of bucketplan on every host")
+    shown: tuple[tuple[str, Callable[[Hello], str]], ...] = (
+        ("options", lambda hello: _show(hello.options)),
+        ("choice of on_unavailable", lambda hello: hello.on_unavailable),
+    )
+    for what, value_of in shown:
+        found = _by_value(hellos, value_of)
+        if len(found) > 1:
+            return _disagree(setup, what, found, "Give every rank the same configuration")
+    return _judge_groups(hellos, setup)
+
+
+def _judge_groups(hellos: Sequence[Hello], setup: Setup) -> Outcome | None:
+    known = {hello.rank: hello for hello in hellos}
+    listed: set[tuple[int, str]] = set()
+    for hello in hellos:
+        for role, members in hello.groups.items():
+            digest = hello.group_digests.get(role)
+            for member in members:
+                if member not in known:
+                    return _abort(
+                        setup,
+                        f"rank {member} is in group {role!r} of rank {hello.rank}, but is no participant",
+                        remedy="Pass every rank that shares a group with another as participant",
+                        odd=[hello.rank],
+                    )
+                if known[member].group_digests.get(role) != digest:
+                    return _other_members(setup, role, hello.rank, member)
+                listed.add((member, role))
+    for hello in hellos:
+        for role in hello.group_digests:
+            if (hello.rank, role) not in listed:
+                return _other_members(setup, role, setup.leader, hello.rank)
+    return None
+
+
+def _other_members(setup: Setup, role: str, rank: int, odd: int) -> Outcome:
+    return _abort(
+        setup,
+        f"group {role!r} has other members on rank {odd} than on rank {rank}",
+        remedy="Make the groups in the same order, with the same ranks, on every rank",
+        odd=[odd],
+    )
+
+
+def participants_of(hellos: Sequence[Hello]) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """The groups of each role, each once, in order of their first ranks."""
+    found: dict[str, set[tuple[int, ...]]] = {}
+    for hello in hellos:
+        for role, members in hello.groups.items():
+            found.setdefault(role, set()).add(members)
+    return {role: tuple(sorted(groups)) for role, groups in sorted(found.items())}
+
+
+def topology_of(hellos: Sequence[Hello]) -> dict[str, int]:
+    """Hosts that a group of each role spans: the most over its groups, so that it is one figure for the whole job."""
+    host_of = {hello.rank: hello.host for hello in hellos}
+    return {
+        role: max(len({host_of[member] for member in members}) for members in groups)
+        for role, groups in participants_of(hellos).items()
+    }
+
+
+def _without(setup: Setup, missing: Sequence[int]) -> Outcome:
+    """The outcome when ranks are missing: without buckets they may still come and train, else the start has failed."""
+    reason = f"nothing came from {describe_ranks(missing)} within {setup.deadline_s:g} s"
+    remedy = f"Look at the log of rank {missing[0]}: it died, hangs, or never came here"
+    kind: OutcomeKind = "unbucketed" if setup.hello.on_unavailable == "unbucketed" else "abort"
+    return Outcome(kind=kind, nonce=setup.nonce, reason=reason, remedy=remedy, missing=tuple(missing))
+
+
+def _disagree(setup: Setup, what: str, found: Mapping[str, Sequence[int]], remedy: str) -> Outcome:
+    sides = sorted(found.items(), key=lambda item: (-len(item[1]), item[1]))
+    held = "; ".join(f"{describe_ranks(ranks)} hold{'s' if len(ranks) == 1 else ''} {value}" for value, ranks in sides)
+    odd = [rank for _, ranks in sides[1:] for rank in ranks]
+    return _abort(setup, f"the ranks do not agree on the {what}: {held}", remedy=remedy, odd=odd)
+
+
+def _abort(setup: Setup, reason: str, *, remedy: str, odd: Sequence[int] = ()) -> Outcome:
+    return Outcome(kind="abort", nonce=setup.nonce, reason=reason, remedy=remedy, odd=tuple(sorted(odd)))
+
+
+def _by_value(hellos: Sequence[Hello], value_of: Callable[[Hello], object]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for hello in hellos:
+        found.setdefault(str(value_of(hello)), []).append(hello.rank)
+    return found
+
+
+def _show(options: Mapping[str, WireValue]) -> str:
+    return "{" + ", ".join(f"{name}={options[name]!r}" for name in sorted(options)) + "}"
+
+
+def _int_tuple(fields: Fields, key: str) -> tuple[int, ...]:
+    values = fields.raw(key)
+    if not isinstance(values, list) or not all(type(value) is int for value in values):
+        raise DecodeError(f"{fields.path}.{key}", values, "must be a list of integers")
+    return tuple(value for value in values if isinstance(value, int))
+
+
+def _hello_key(rank: int) -> str:
+    return f"hello/{rank}"
