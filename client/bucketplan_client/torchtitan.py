@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -55,16 +56,34 @@ def bucketing_pass(
     return bucketing(gm, example_inputs)
 
 
-def name_parameters(gm: fx.GraphModule, traced_result: Any) -> None:
-    """Tell the placeholders of a traced step which parameter or buffer each one holds.
+@dataclass(frozen=True, slots=True)
+class _GradientOf:
+    """Describes one graph output as AOTAutograd does: `target` is the parameter's path."""
 
-    A DTensor is flattened to several placeholders (its local tensor, its mesh); all of them get its name.
+    target: str
+
+
+def name_parameters(gm: fx.GraphModule, traced_result: Any) -> None:
+    """Tell placeholders which parameter or buffer they hold, and outputs of which parameter they are the gradient.
+
+    A DTensor is flattened to several values (its local tensor, its mesh); all of them get its name. Outputs are named
+    only if there is one gradient behind the loss for each sharded parameter, as in torchtitan's training step.
     """
     placeholders = iter(gm.graph.find_nodes(op="placeholder"))
+    sharded = []
     for index, fqn in enumerate(traced_result.state_fqns):
         layout = traced_result.input_subclass_layouts.get(index)
         for _ in range(1 if layout is None else layout.num_tensors):
             next(placeholders).meta["param_name"] = fqn
+        if layout is not None:
+            sharded.append(fqn)
+    if len(sharded) != traced_result.num_flat_outputs - 1:
+        return
+    described: list[_GradientOf | None] = []
+    for index, name in enumerate([None, *sharded]):
+        layout = traced_result.output_subclass_layouts.get(index)
+        described += [None if name is None else _GradientOf(name)] * (1 if layout is None else layout.num_tensors)
+    gm.graph.output_node().meta["desc"] = described
 
 
 def build_pipeline(
