@@ -88,12 +88,13 @@ def _fake_group() -> None:
 
 
 def _ours(gm: object, one_bucket: bool) -> Callable[[], object]:
+    from torch import fx
+
     from bucketplan_client.capture.describe import describe_graph
     from bucketplan_client.rewrite.apply import apply_plan
     from bucketplan_core.collectives import Options
     from bucketplan_core.plan import Plan
     from bucketplan_core.planning import make_plan
-    from torch import fx
 
     assert isinstance(gm, fx.GraphModule)
     cap = _ONE_BUCKET if one_bucket else _CAP_BYTES
