@@ -30,7 +30,7 @@ from bucketplan_core.planners.simple import fill_by_size
 
 __all__ = ["BASELINE_CAPS", "STEP_BUDGET", "Search"]
 
-STEP_BUDGET = 200_000
+STEP_BUDGET = 120_000
 """Simulated steps that the search may spend; a candidate on its own is two steps of a run."""
 BASELINE_CAPS = (10_000_000, 25_000_000, 50_000_000, 100_000_000, 200_000_000, 500_000_000)
 _CAPS = (1_000_000, 4_000_000, *BASELINE_CAPS)
@@ -240,13 +240,18 @@ class Search:
                     self._try(groups, rule, below_ns=None if self.best is None else self.best.step_ns)
 
     def _least(self, groups: Groups, rule: Rule) -> int:
-        """What a partition that is not split takes at least: packing, launches, and the waits right behind fused
+        """What a partition that is not split takes at least: its busiest stream, or its packing and exposed
         launches.
         """
-        costs = [(self.bench.bucket(group).cost, len(group) > 1 and rule is ORIGINAL) for group in groups]
-        return self.bench.cost.compute_ns + sum(
-            c.launch_ns + c.wait_ns + (c.comm_ns if exposed else 0) for c, exposed in costs
-        )
+        cost = self.bench.cost
+        busy = [0] * len(cost.streams)
+        held = cost.compute_ns
+        for bucket in map(self.bench.bucket, groups):
+            busy[bucket.stream] += bucket.cost.comm_ns
+            held += bucket.cost.launch_ns + bucket.cost.wait_ns
+            if rule is ORIGINAL and len(bucket.members) > 1:  # waited for right behind its launch
+                held += bucket.cost.comm_ns
+        return max([held, *busy])
 
 
 def critical_buckets(trial: Trial) -> list[int]:
