@@ -94,7 +94,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--folder", type=Path, default=FOLDER, help=f"working folder, emptied (default {_shown(FOLDER)})"
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    # The ranks run in another working folder.
+    args.folder = args.folder.resolve()
+    return args
 
 
 def _interrupt(*_: object) -> NoReturn:

@@ -45,7 +45,7 @@ def start_demo():
 
     def start(folder, *args):
         demo = subprocess.Popen(
-            [sys.executable, str(SCRIPT), "--folder", str(folder / "demo"), *args],
+            [sys.executable, str(SCRIPT), "--folder", "demo", *args],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
