@@ -1,4 +1,4 @@
-"""`bucketplan-server`: serve, migrate, version. Every setting is a flag here and a variable `BUCKETPLAN_<NAME>`."""
+"""`bucketplan-server`: serve, migrate, verify, version. Every setting is a flag and a variable `BUCKETPLAN_<NAME>`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import asyncio
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 
 from bucketplan_server import __version__
 from bucketplan_server.settings import Settings, SettingsError, load_settings
+
+if TYPE_CHECKING:
+    from bucketplan_server.audit import Verification
 
 __all__ = ["app", "main"]
 
@@ -111,6 +114,57 @@ def migrate(**flags: Any) -> None:
     except (LockHeld, SchemaTooNew, StoreError) as error:
         _fail(str(error))
     typer.echo(f"{settings.database} is at migration {head_revision()}")
+
+
+@app.command()
+@_with_settings("database", "store_timeout_seconds")
+def verify(
+    replay: Annotated[bool, typer.Option(help="plan every revision again and compare")] = True,
+    expect_head: Annotated[
+        str | None, typer.Option(help="NUMBER:DIGEST of an event noted before; fails if the log no longer holds it")
+    ] = None,
+    **flags: Any,
+) -> None:
+    """Check a database offline: the event chain, every digest, every plan. Exit status 1 if anything is found."""
+    from bucketplan_server.audit import verify as verify_store
+    from bucketplan_server.planner.planned import RevisionJob
+    from bucketplan_server.planner.revise import replay as replay_here
+    from bucketplan_server.store.engine import StoreError, open_for_reading
+
+    settings = _settings(flags)
+    head = None if expect_head is None else _read_head(expect_head)
+
+    async def plan_again(job: RevisionJob, stored: bytes) -> str | None:
+        return replay_here(job, stored)
+
+    async def check() -> Verification:
+        store = await open_for_reading(settings.database, timeout_seconds=settings.store_timeout_seconds)
+        try:
+            return await verify_store(store, plan_again if replay else None, expected_head=head)
+        finally:
+            await store.close()
+
+    try:
+        found = asyncio.run(check())
+    except StoreError as error:
+        _fail(str(error))
+    for finding in found.findings:
+        _errors.print(f"{finding.where}: {finding.detail}", markup=False)
+    for skipped in found.unreplayed:
+        typer.echo(f"not replayed: {skipped.where}: {skipped.detail}")
+    typer.echo(
+        f"{found.num_events} events, {found.num_signatures} signatures, {found.num_revisions} revisions, "
+        f"{found.num_replayed} replayed, {len(found.findings)} findings; head {found.num_events}:{found.head}"
+    )
+    if not found.holds:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _read_head(text: str) -> tuple[int, str]:
+    number, _, digest = text.partition(":")
+    if not number.isdecimal() or len(digest) != 64:
+        _fail(f"--expect-head: {text!r} is not NUMBER:DIGEST as verify prints it", EXIT_USAGE)
+    return int(number), digest
 
 
 @app.command()

@@ -229,7 +229,7 @@ class PlanService:
                 signature=job.signature,
                 digest=first.digest,
                 planner=planned.planner,
-                num_candidates=planned.num_candidates,
+                num_candidates=planned.facts["num_candidates"],
                 seconds=round(time.monotonic() - began, 3),
             )
             return await self._remember(active, first, generation), stored

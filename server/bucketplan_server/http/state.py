@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -22,7 +23,7 @@ __all__ = ["AppState", "State", "cause_of"]
 
 @dataclass(slots=True)
 class AppState:
-    """The parts of a running server; `draining` is set by the stop signal."""
+    """The parts of a running server; `draining` is set by the stop signal, one verification runs at a time."""
 
     settings: Settings
     store: Store
@@ -32,6 +33,7 @@ class AppState:
     revisions: RevisionService
     metrics: Metrics
     draining: bool = field(default=False)
+    verifying: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 def _state(request: Request) -> AppState:

@@ -18,7 +18,7 @@ class PlanJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A plan that passed every check, and what the store keeps beside it. Texts hold one name a line."""
+    """A plan that passed every check, and what the store keeps beside it (`facts`, see `request_facts`)."""
 
     signature: str
     request: bytes
@@ -29,12 +29,7 @@ class Planned:
     digest: str
     planner: str
     options: bytes
-    strategy: str
-    phase: str
-    num_candidates: int
-    groups: str
-    parameters: str
-    modules: str
+    facts: dict[str, str | int]
 
 
 @dataclass(frozen=True, slots=True)

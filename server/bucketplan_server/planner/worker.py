@@ -22,6 +22,7 @@ from bucketplan_core.plan import Plan
 from bucketplan_core.profile import CostProfile
 from bucketplan_core.request import Request
 from bucketplan_core.wire import digest_of, from_json, pack
+from bucketplan_server.planner.describe import request_facts
 from bucketplan_server.planner.planned import Canonical, PlanJob, Planned, Revised, RevisionJob
 from bucketplan_server.planner.revise import make_revision, replay
 from bucketplan_server.problems import Refused, refuse
@@ -88,7 +89,6 @@ def _plan(job: PlanJob) -> Planned | Refused:
     made = planning.make_plan(request, profile)
     encoded_plan = made.encoded
     read = Plan.decode(encoded_plan, expected_signature=job.signature)
-    candidates = request.candidates
     return Planned(
         signature=job.signature,
         request=job.request,
@@ -99,12 +99,7 @@ def _plan(job: PlanJob) -> Planned | Refused:
         digest=read.digest,
         planner=made.decision.planner,
         options=pack(request.options.to_wire()),
-        strategy=request.options.strategy,
-        phase=request.phase,
-        num_candidates=len(candidates),
-        groups="\n".join(group.role for group in request.groups),
-        parameters="\n".join(sorted({c.param_name for c in candidates if c.param_name})),
-        modules="\n".join(sorted({name for c in candidates for name in c.module_fqns})),
+        facts=request_facts(request),
     )
 
 

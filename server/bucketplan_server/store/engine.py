@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from sqlalchemy import event, text
 from sqlalchemy.engine import URL, make_url
@@ -20,7 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 from bucketplan_server.store.lock import FileLock
 from bucketplan_server.store.migrate import upgrade
 
-__all__ = ["Store", "StoreError", "open_store", "store_url"]
+__all__ = ["Store", "StoreError", "open_for_reading", "open_store", "store_url"]
 
 _WRITER_LOCK = 0x6275636B6574
 """Key of the advisory lock that orders writers on PostgreSQL: "bucket" in ASCII."""
@@ -111,6 +112,30 @@ async def open_store(database: str, *, timeout_seconds: float) -> Store:
         await store.close()
         raise
     return store
+
+
+async def open_for_reading(database: str, *, timeout_seconds: float) -> Store:
+    """Open `database` to read it only, beside a server that may have it open; raises `StoreError`."""
+    url = store_url(database)
+    if url.get_backend_name() == "sqlite":
+        engine = _read_only(url)
+    else:
+        engine = create_async_engine(url, pool_size=1, max_overflow=0)
+    store = Store(engine, timeout_seconds=timeout_seconds)
+    try:
+        await store.ping()
+    except BaseException:
+        await store.close()
+        raise
+    return store
+
+
+def _read_only(url: URL) -> AsyncEngine:
+    path = Path(url.database or "").absolute()
+    if not path.is_file():
+        raise StoreError(f"there is no file {path}")
+    reading = URL.create("sqlite+aiosqlite", database=f"file:{quote(str(path))}", query={"mode": "ro", "uri": "true"})
+    return create_async_engine(reading, pool_size=1, max_overflow=0)
 
 
 def _lock_file(path: Path) -> FileLock:

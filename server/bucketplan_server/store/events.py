@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy import insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from bucketplan_core.wire import WireValue, digest_of, pack
+from bucketplan_server.store.engine import Store
 from bucketplan_server.store.tables import events
 
-__all__ = ["FIRST_PREVIOUS", "Cause", "append_event", "event_digest"]
+__all__ = ["FIRST_PREVIOUS", "Cause", "append_event", "event_digest", "load_events"]
 
 FIRST_PREVIOUS = "0" * 64
 """What the first event names as its predecessor."""
@@ -57,6 +59,19 @@ async def append_event(
     row["digest"] = event_digest(row)
     await connection.execute(insert(events).values(row))
     return seq
+
+
+async def load_events(
+    store: Store, *, after: int, limit: int, signature: str | None, job: str | None
+) -> list[dict[str, Any]]:
+    """Events behind number `after`, the oldest first, those of one signature or job where given."""
+    query = select(events).where(events.c.seq > after).order_by(events.c.seq).limit(limit)
+    if signature is not None:
+        query = query.where(events.c.signature == signature)
+    if job is not None:
+        query = query.where(events.c.job == job)
+    async with store.read() as connection:
+        return [dict(row) for row in (await connection.execute(query)).mappings()]
 
 
 def event_digest(row: Mapping[str, WireValue]) -> str:

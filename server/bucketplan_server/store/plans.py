@@ -113,12 +113,7 @@ async def store_planned(store: Store, planned: Planned, cause: Cause) -> tuple[P
                 signature=planned.signature,
                 request=planned.request,
                 profile=planned.profile_digest,
-                strategy=planned.strategy,
-                phase=planned.phase,
-                num_candidates=planned.num_candidates,
-                groups=planned.groups,
-                parameters=planned.parameters,
-                modules=planned.modules,
+                **planned.facts,
                 created_ns=now,
                 actor=cause.actor,
             )

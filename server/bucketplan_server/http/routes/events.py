@@ -1,0 +1,82 @@
+"""The audit log: read, and checked."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from bucketplan_core.wire import MAX_INT, WireValue, unpack
+from bucketplan_server.audit import verify
+from bucketplan_server.http.answers import answer, wanted_encoding
+from bucketplan_server.http.describe import DIGEST, both, obj, problems
+from bucketplan_server.http.state import State
+from bucketplan_server.store.engine import StoreError
+from bucketplan_server.store.events import load_events
+
+__all__ = ["router"]
+
+router = APIRouter()
+_COUNT = {"type": "integer"}
+_MAP: dict[str, Any] = {"type": "object"}
+
+
+@router.get(
+    "/v1/events",
+    summary="The audit log, the oldest event first",
+    responses={
+        200: both(obj({"events": {"type": "array", "items": _MAP}}), "at most `limit` events behind `after`"),
+        **problems("invalid-parameter", "not-acceptable", "store-unavailable"),
+    },
+)
+async def list_events(
+    request: Request,
+    state: State,
+    after: Annotated[int, Query(ge=0, le=MAX_INT, description="only events behind this number")] = 0,
+    limit: Annotated[int, Query(ge=1, le=1000, description="most events answered")] = 100,
+    signature: Annotated[str | None, Query(pattern="^[0-9a-f]{64}$", description="only events of this plan")] = None,
+    job: Annotated[str | None, Query(max_length=200, description="only events of this job")] = None,
+) -> Response:
+    encoding = wanted_encoding(request)
+    try:
+        found = await load_events(state.store, after=after, limit=limit, signature=signature, job=job)
+    except StoreError as error:
+        raise state.plans.store_unavailable(error) from None
+    events: list[WireValue] = [{**row, "body": unpack(row["body"])} for row in found]
+    return answer({"events": events}, encoding)
+
+
+@router.get(
+    "/v1/events/verify",
+    summary="Walk the chain, recompute every digest, and plan every plan again",
+    responses={
+        200: both(
+            obj(
+                {
+                    "findings": {"type": "array", "items": _MAP},
+                    "head": DIGEST,
+                    "holds": {"type": "boolean"},
+                    "num_events": _COUNT,
+                }
+            ),
+            "what was checked and found",
+        ),
+        **problems("invalid-parameter", "not-acceptable", "busy", "planner-failed", "store-unavailable"),
+    },
+)
+async def verify_events(
+    request: Request,
+    state: State,
+    replay: Annotated[
+        bool, Query(description="plan every revision again; the chain and digests are checked anyway")
+    ] = False,
+) -> Response:
+    encoding = wanted_encoding(request)
+    try:
+        async with state.verifying:
+            found = await verify(state.store, state.pool.replay if replay else None)
+    except StoreError as error:
+        raise state.plans.store_unavailable(error) from None
+    return answer(found.to_wire(), encoding, headers={"Cache-Control": "no-store"})

@@ -1,0 +1,206 @@
+"""A changed byte anywhere in the database is found and named, online and offline; an honest one verifies."""
+
+import asyncio
+import contextlib
+import shutil
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from bucketplan_core.attempt import RankReport
+from bucketplan_server.audit import Verification, verify
+from bucketplan_server.planner.revise import replay
+from bucketplan_server.store.engine import open_for_reading
+from tests.server.test_attempts import open_attempt, report
+from tests.server.test_revisions import known, send
+from tests.support.server import running_server
+
+TABLES = (
+    "active", "attempts", "epochs", "events", "job_signatures", "profiles", "quarantine", "reports", "revisions",
+    "signatures",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database in which everything has happened once, closed."""
+    with running_server(tmp_path_factory.mktemp("history")) as server, httpx.Client(base_url=server.url) as client:
+        first, second, damaged = (known(client, number) for number in range(3))
+        send(client, first.signature, "revisions", options={"strategy": "none"})
+        send(client, first.signature, "revisions", buckets=[[0, 1]])
+        send(client, first.signature, "activate", revision=3)
+        send(client, second.signature, "revisions", options={"prefetch": 3})
+        send(client, second.signature, "activate", revision=2, job="mine")
+        open_attempt(client, "mine", "a")
+        report(client, "mine", 1, RankReport(rank=0, slot="open", uuid="u"))
+        report(client, "mine", 1, RankReport(rank=0, slot="joint", signature=first.signature))
+        open_attempt(client, "mine", "b")
+        server.kill()
+        # One plan is damaged, found and repaired, so that the quarantine holds a row.
+        with contextlib.closing(sqlite3.connect(server.database)) as connection:
+            (plan,) = connection.execute(
+                "SELECT plan FROM revisions WHERE signature = ?", [damaged.signature]
+            ).fetchone()
+            connection.execute("UPDATE revisions SET plan = x'00' WHERE signature = ?", [damaged.signature])
+            connection.commit()
+            server.restart()
+            assert client.get(f"/v1/plans/{damaged.signature}").status_code == 503
+            online = client.get("/v1/events/verify?replay=true").json()
+            assert not online["holds"]
+            assert any(damaged.signature in finding["where"] for finding in online["findings"])
+            server.kill()
+            connection.execute("UPDATE revisions SET plan = ? WHERE signature = ?", [plan, damaged.signature])
+            connection.commit()
+        server.restart()
+        online = client.get("/v1/events/verify?replay=true").json()
+        assert online["findings"] == []
+        assert (online["holds"], online["num_replayed"], online["num_revisions"]) == (True, 6, 6)
+        server.terminate()
+        return Path(server.database)
+
+
+def check(database: Path, *, plan_again: bool = False, head: tuple[int, str] | None = None) -> Verification:
+    async def again(job, stored):
+        return replay(job, stored)
+
+    async def run() -> Verification:
+        store = await open_for_reading(str(database), timeout_seconds=30)
+        try:
+            return await verify(store, again if plan_again else None, expected_head=head)
+        finally:
+            await store.close()
+
+    return asyncio.run(run())
+
+
+def columns(database: Path) -> list[tuple[str, str]]:
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        return [
+            (table, row[1]) for table in TABLES for row in connection.execute(f"PRAGMA table_info({table})").fetchall()
+        ]
+
+
+def other(value: object) -> object:
+    """Another value of the same type, as little different as can be."""
+    if isinstance(value, bytes):
+        return value[:-1] + bytes([value[-1] ^ 1])
+    if isinstance(value, str):
+        return value[:-1] + ("0" if value[-1:] != "0" else "1") if value else "x"
+    return 1 if value is None else value + 1
+
+
+def test_an_honest_history_verifies_with_every_plan_planned_again(history):
+    found = check(history, plan_again=True)
+    assert found.findings == ()
+    assert found.num_replayed == found.num_revisions == 6
+    assert found.unreplayed == ()
+
+
+def test_every_cell_of_the_database_is_covered(history, tmp_path):
+    """Each cell is changed in a copy; the verification must name its table."""
+    missed = []
+    copy = tmp_path / "copy.db"
+    for table, column in columns(history):
+        with contextlib.closing(sqlite3.connect(history)) as connection:
+            rows = connection.execute(f"SELECT rowid, {column} FROM {table}").fetchall()
+        assert rows, f"{table} is empty: the history above must fill it"
+        shutil.copyfile(history, copy)
+        with contextlib.closing(sqlite3.connect(copy)) as connection:
+            connection.execute(f"UPDATE {table} SET {column} = ? WHERE rowid = ?", [other(rows[-1][1]), rows[-1][0]])
+            connection.commit()
+        if not any(finding.where.startswith(table) for finding in check(copy).findings):
+            missed.append(f"{table}.{column}")
+    assert missed == []
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_deleted_row_is_missed(history, tmp_path, table):
+    copy = tmp_path / "copy.db"
+    shutil.copyfile(history, copy)
+    with contextlib.closing(sqlite3.connect(copy)) as connection:
+        connection.execute(f"DELETE FROM {table} WHERE rowid = (SELECT min(rowid) FROM {table})")
+        connection.commit()
+    assert check(copy).findings
+
+
+def test_a_log_that_was_cut_is_found_by_who_noted_its_head(history, tmp_path):
+    before = check(history)
+    noted = (before.num_events, before.head)
+    assert check(history, head=noted).holds
+    copy = tmp_path / "copy.db"
+    shutil.copyfile(history, copy)
+    with contextlib.closing(sqlite3.connect(copy)) as connection:
+        connection.execute("DELETE FROM events WHERE seq = ?", [noted[0]])
+        connection.execute("DELETE FROM quarantine")
+        connection.commit()
+    assert check(copy).holds, "what the last event spoke of is gone with it: only a noted head can tell"
+    (finding,) = check(copy, head=noted).findings
+    assert "cut or rewritten" in finding.detail
+
+
+def test_a_plan_that_its_planner_would_not_make_is_found_by_replaying(history, tmp_path):
+    """All digests and the chain forged to fit: only planning again can tell."""
+    copy = tmp_path / "copy.db"
+    shutil.copyfile(history, copy)
+    from bucketplan_server.store.events import event_digest
+
+    with contextlib.closing(sqlite3.connect(copy)) as connection:
+        connection.row_factory = sqlite3.Row
+        wrong = connection.execute("SELECT * FROM revisions WHERE revision = 2 AND planner = 'none/1'").fetchone()
+        connection.execute(
+            "UPDATE revisions SET plan = ?, plan_sha256 = ?, digest = ? WHERE signature = ? AND revision = 1",
+            [wrong["plan"], wrong["plan_sha256"], wrong["digest"], wrong["signature"]],
+        )
+        from bucketplan_core.wire import pack, unpack
+
+        previous = "0" * 64
+        for row in connection.execute("SELECT * FROM events ORDER BY seq").fetchall():
+            event = dict(row)
+            if event["kind"] == "plan.created" and event["signature"] == wrong["signature"]:
+                forged = {"digest": wrong["digest"], "plan_sha256": wrong["plan_sha256"]}
+                event["body"] = pack({**unpack(event["body"]), **forged})
+            event["previous"] = previous
+            event["digest"] = previous = event_digest(event)
+            connection.execute(
+                "UPDATE events SET body = ?, previous = ?, digest = ? WHERE seq = ?",
+                [event["body"], event["previous"], event["digest"], event["seq"]],
+            )
+        connection.commit()
+    assert check(copy).holds
+    (finding,) = check(copy, plan_again=True).findings
+    assert finding.where == f"revisions[{wrong['signature']}, 1].plan"
+    assert "planning it again" in finding.detail
+
+
+def test_the_command_verifies_offline_and_fails_loudly(history, tmp_path):
+    command = [sys.executable, "-m", "bucketplan_server", "verify", "--database"]
+    good = subprocess.run([*command, str(history)], capture_output=True, text=True, check=False)
+    assert (good.returncode, good.stderr) == (0, "")
+    assert "0 findings" in good.stdout
+    head = good.stdout.rsplit(" ", 1)[1].strip()
+    assert subprocess.run([*command, str(history), "--expect-head", head], check=False).returncode == 0
+    copy = tmp_path / "copy.db"
+    shutil.copyfile(history, copy)
+    with contextlib.closing(sqlite3.connect(copy)) as connection:
+        connection.execute("UPDATE events SET reason = 'another' WHERE seq = 1")
+        connection.commit()
+    bad = subprocess.run([*command, str(copy)], capture_output=True, text=True, check=False)
+    assert bad.returncode == 1
+    assert "events[1]" in bad.stderr
+    missing = subprocess.run([*command, str(tmp_path / "none.db")], capture_output=True, text=True, check=False)
+    assert (missing.returncode, "Traceback" in missing.stderr) == (1, False)
+
+
+def test_events_are_read_with_filters(client):
+    request = known(client, 500)
+    open_attempt(client, "listed", "a")
+    events = client.get(f"/v1/events?signature={request.signature}").json()["events"]
+    assert [event["kind"] for event in events] == ["plan.created"]
+    assert events[0]["body"]["planner"] == "size/1"
+    assert [event["kind"] for event in client.get("/v1/events?job=listed").json()["events"]] == ["attempt.opened"]
+    first = client.get("/v1/events?limit=1").json()["events"][0]
+    assert client.get("/v1/events?limit=1&after=1").json()["events"][0]["previous"] == first["digest"]
