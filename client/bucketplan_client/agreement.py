@@ -75,7 +75,7 @@ class Lockstep:
         where: Where | None = None,
         name: str | None = None,
     ) -> None:
-        self._store = store.scoped(f"lockstep/{name if name is not None else next(self._instances)}")
+        self._store = store.scoped(f"lockstep/{next(self._instances) if name is None else name}")
         self._deadline_s = deadline_s
         self._grace_s = grace_s
         self._where = where or store.where

@@ -16,6 +16,7 @@ import random
 import socket
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -115,6 +116,7 @@ class Attempt:
                 deadline_s=plan_s,
             )
         self.evidence = Evidence(self.store, rank=rank, where=where, on_mismatch=on_mismatch)
+        self._names: Counter[str] = Counter()
         self._reporter: Reporter | None = None
         if client is not None and self.number is not None:
             self._reporter = Reporter(client, job=job, attempt=self.number)
@@ -129,6 +131,11 @@ class Attempt:
     def __repr__(self) -> str:
         state = repr(self.epoch) if self.bucketed else f"unbucketed: {self.reason}"
         return f"Attempt({self.job!r}, number {self.number}, {state})"
+
+    def next_name(self, kind: str) -> str:
+        """``kind/0``, ``kind/1`` ...: names in the attempt's store for what all ranks make in the same order."""
+        self._names[kind] += 1
+        return f"{kind}/{self._names[kind] - 1}"
 
     def report(self, report: RankReport) -> None:
         """Send `report` to the server in the background, where there is one."""

@@ -7,10 +7,11 @@ every one of them and leaves the graph as it was.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch import fx
@@ -28,13 +29,19 @@ from bucketplan_core.collectives import Options
 from bucketplan_core.groups import group_digests
 from bucketplan_core.legality import check_decision
 from bucketplan_core.plan import Plan
+from bucketplan_core.planners import current_version
 from bucketplan_core.planning import make_plan
 from bucketplan_core.profile import CostProfile
 from bucketplan_core.request import Request
 
+if TYPE_CHECKING:
+    from bucketplan_client.opening import Attempt
+
 __all__ = ["DISABLE_VARIABLE", "FsdpBucketingPass", "LocalPlans", "PlanSource", "disabled_by_environment"]
 
 T = TypeVar("T")
+
+_passes = itertools.count()
 
 _LOG = logging.getLogger(__name__)
 
@@ -61,8 +68,8 @@ class FsdpBucketingPass:
     `plans` gives the plans. `roles`, `scopes`, `only_roles`, `exclude` and `compute_ops` are those of `describe_graph`,
     `kinds` those of `apply_plan`. `groups` names groups that hold parameters (role to group, its name, or its ranks);
     the groups of the graph's own collectives are always compared. `store` is the job's rendezvous store, by default
-    that of torch.distributed. Raises `AgreementError` (alike on all ranks of a group) or, where there is nobody to
-    compare with, `PassFailed`.
+    that of torch.distributed; `name` tells this pass from others on it. Raises `AgreementError` (alike on all ranks of
+    a group) or, where there is nobody to compare with, `PassFailed`.
     """
 
     def __init__(
@@ -82,13 +89,15 @@ class FsdpBucketingPass:
         compute_ops: Collection[str] = (),
         kinds: Collection[str] | None = None,
         compare: bool = True,
-        store: Store | None = None,
+        store: Store | JobStore | None = None,
+        name: str | None = None,
         deadline_s: float = DEFAULT_DEADLINE_S,
         job: str | None = None,
     ) -> None:
         self._plans = plans
         self._options = options
         self._enabled = enabled
+        self._skipped: str | None = None
         self._fsdp_enabled = fsdp_enabled
         self._data_parallel_mode = data_parallel_mode
         self._phase = phase
@@ -103,7 +112,28 @@ class FsdpBucketingPass:
         self._store = store
         self._deadline_s = deadline_s
         self._job = job
+        # Counted when passes are made, not when they first compare: a rank that fails in between must stay in step.
+        self._name = f"pass/{next(_passes)}" if name is None else name
         self._lockstep: Lockstep | None = None
+
+    @classmethod
+    def for_attempt(cls, attempt: Attempt, **options: Any) -> FsdpBucketingPass:
+        """The pass of an opened attempt: its plans, planning options, groups and store; `options` as for the class.
+
+        It is a no-op where the attempt runs without buckets.
+        """
+        bound: dict[str, Any] = {
+            "groups": attempt.groups,
+            "job": attempt.job,
+            "name": attempt.next_name("pass"),
+            "store": attempt.store,
+            **options,
+        }
+        if attempt.plans is None or attempt.options is None:
+            skipped = cls(LocalPlans(), options=Options(strategy="none", planner=current_version("none")), **bound)
+            skipped._skipped = f"the attempt runs without buckets: {attempt.reason}"
+            return skipped
+        return cls(attempt.plans, options=attempt.options, **bound)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
         """Rewrite `gm` in place and return it; `example_inputs` is there for pipelines that pass it."""
@@ -135,6 +165,8 @@ class FsdpBucketingPass:
         return gm
 
     def _reason_to_skip(self) -> str | None:
+        if self._skipped is not None:
+            return self._skipped
         if not self._enabled:
             return "switched off by the configuration"
         if disabled_by_environment():
@@ -175,8 +207,10 @@ class FsdpBucketingPass:
             report = replace(report, failure=failure.message)
         if self._compare and any(len(view.members) > 1 for view in report.groups):
             if self._lockstep is None:
-                store = JobStore(self._store or default_store(), prefix="bucketplan", where=where)
-                self._lockstep = Lockstep(store, deadline_s=self._deadline_s)
+                store = self._store
+                if not isinstance(store, JobStore):
+                    store = JobStore(store or default_store(), prefix="bucketplan", where=where)
+                self._lockstep = Lockstep(store, deadline_s=self._deadline_s, name=self._name)
             try:
                 self._lockstep.agree(report)
             except AgreementError as error:

@@ -314,6 +314,11 @@ class PlanClient:
             raise BadAddress(self.address, str(error), where=call.where) from error
         except httpx.StreamError as error:
             raise _corrupt(call, f"the body could not be read: {error}") from error
+        except RuntimeError as error:
+            if not self._http.is_closed:
+                raise
+            # Another thread closed the client, as a job that ends does while its reports are still being sent.
+            raise ServerUnreachable("the client was closed", num_tries=call.num_tries, where=call.where) from error
         answer = Answer(
             status=response.status_code, content=content, headers=response.headers, num_tries=call.num_tries
         )
