@@ -11,10 +11,11 @@ from bucketplan_core.epoch import complete_options
 from bucketplan_core.errors import BucketplanError
 from bucketplan_core.request import Request
 from bucketplan_core.wire import WireValue, pack
-from bucketplan_server.planner.planned import RevisionJob
+from bucketplan_server.memory import Served
+from bucketplan_server.planner.planned import RevisionJob, Stored
 from bucketplan_server.planner.pool import PlannerPool
 from bucketplan_server.problems import Problem, refuse
-from bucketplan_server.service import PlanService, unknown_signature
+from bucketplan_server.service import Pending, PlanService, unknown_signature
 from bucketplan_server.settings import Settings
 from bucketplan_server.store.engine import Store, StoreError
 from bucketplan_server.store.events import Cause
@@ -62,6 +63,31 @@ class RevisionService:
         if not found:
             raise unknown_signature(signature)
         return found
+
+    async def served(self, signature: str, revision: int | None) -> Served:
+        """One revision, the active one where None, digests checked."""
+        if revision is None:
+            entry = await self._plans.find(signature)
+            if entry is None:
+                raise unknown_signature(signature)
+            return entry.active
+        for row in await self.revisions(signature):
+            if row.revision == revision:
+                return await self._plans.numbered(signature, revision)
+        raise Problem(
+            "unknown-revision",
+            f"{signature} has no revision {revision}",
+            fields={"path": "revision", "value": revision},
+        )
+
+    async def stored(self, signature: str, revision: int | None) -> Stored:
+        """One revision with the documents of its signature, for whoever computes with them."""
+        try:
+            plan = (await self.served(signature, revision)).row.plan
+        except Pending:
+            raise unknown_signature(signature) from None
+        documents = await self.documents(signature)
+        return Stored(request=documents.request, profile=documents.profile, plan=plan)
 
     async def replan(self, signature: str, options: dict[str, WireValue], *, parent: int, cause: Cause) -> int:
         """Add the plan under other options (the request's own where they are left open); answers its number."""

@@ -23,6 +23,7 @@ from bucketplan_server.store.plans import (
     Damaged,
     PlanRow,
     load_active,
+    load_numbered,
     load_revision,
     quarantine_revision,
     store_planned,
@@ -138,6 +139,16 @@ class PlanService:
                 fields={"signature": signature, "digest": digest, "epoch": epoch},
             )
         return served
+
+    async def numbered(self, signature: str, revision: int) -> Served:
+        """The revision of this number, which exists."""
+        try:
+            row = await load_numbered(self._store, signature, revision)
+        except Damaged as damaged:
+            raise await self._quarantine(damaged) from None
+        except StoreError as error:
+            raise self.store_unavailable(error) from None
+        return (await asyncio.to_thread(build_entry, row, row)).active
 
     async def revision(self, signature: str, digest: str) -> PlanRow | None:
         """The revision of `signature` with this decision, None where the store has none."""

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from bucketplan_server import __version__
 from bucketplan_server.http.answers import problem_answer
-from bucketplan_server.http.routes import events, jobs, operation, plans, revisions
+from bucketplan_server.http.routes import audit, events, jobs, operation, plans, revisions
 from bucketplan_server.http.state import AppState
 from bucketplan_server.problems import Problem
 
@@ -33,7 +33,7 @@ def build_app(state: AppState) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.parts = state
-    for router in (plans.router, revisions.router, jobs.router, events.router, operation.router):
+    for router in (plans.router, audit.router, revisions.router, jobs.router, events.router, operation.router):
         app.include_router(router)
     app.add_exception_handler(Problem, _on_problem)
     app.add_exception_handler(RequestValidationError, _on_invalid)

@@ -11,13 +11,13 @@ import structlog
 
 from bucketplan_core.attempt import OPEN_SLOT, AttemptRequest, RankReport
 from bucketplan_core.collectives import Options
+from bucketplan_core.diff import first_difference
 from bucketplan_core.epoch import Epoch, complete_options
 from bucketplan_core.errors import BucketplanError
 from bucketplan_core.fields import Fields
 from bucketplan_core.planners import find_planner
 from bucketplan_core.request import Request
 from bucketplan_core.wire import WireValue, unpack
-from bucketplan_server.differences import first_difference
 from bucketplan_server.jobs.status import attempt_status
 from bucketplan_server.metrics import Metrics
 from bucketplan_server.problems import Problem, refuse
@@ -244,11 +244,11 @@ class JobService:
         requests = await load_requests(self._store, {signature for pair in pairs for signature in pair})
 
         def compare() -> dict[tuple[str, str], Mapping[str, WireValue]]:
-            trees = {signature: Request.decode(data).to_wire() for signature, data in requests.items()}
+            decoded = {signature: Request.decode(data) for signature, data in requests.items()}
             compared: dict[tuple[str, str], Mapping[str, WireValue]] = {}
             for left, right in pairs:
-                if left in trees and right in trees:
-                    found = first_difference(trees[left], trees[right])
+                if left in decoded and right in decoded:
+                    found = first_difference(decoded[left], decoded[right])
                     if found is not None:
                         compared[left, right] = found.to_wire()
             return compared

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Canonical", "PlanJob", "Planned", "Revised", "RevisionJob"]
+__all__ = ["Canonical", "PlanJob", "Planned", "Revised", "RevisionJob", "Stored"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +67,12 @@ class Revised:
     digest: str
     planner: str
     options: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A stored revision with the documents of its signature, canonical bytes."""
+
+    request: bytes
+    profile: bytes
+    plan: bytes

@@ -11,8 +11,9 @@ from typing import TypeVar
 
 import structlog
 
+from bucketplan_core.wire import WireValue
 from bucketplan_server.planner import worker
-from bucketplan_server.planner.planned import Canonical, PlanJob, Planned, Revised, RevisionJob
+from bucketplan_server.planner.planned import Canonical, PlanJob, Planned, Revised, RevisionJob, Stored
 from bucketplan_server.problems import Problem, Refused
 
 __all__ = ["PlannerPool"]
@@ -51,6 +52,14 @@ class PlannerPool:
     async def replay(self, job: RevisionJob, stored: bytes) -> str | None:
         """What an audit finds wrong with a stored plan, None if nothing; raises `Problem`."""
         return await self._checked(worker.replay_revision, job, stored)
+
+    async def explain(self, stored: Stored) -> dict[str, WireValue]:
+        """Why a plan is as it is; raises `Problem`."""
+        return await self._checked(worker.explain_plan, stored)
+
+    async def diff(self, a: Stored, b: Stored) -> dict[str, WireValue]:
+        """How two revisions differ in request and decision; raises `Problem`."""
+        return await self._checked(worker.diff_plans, a, b)
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)

@@ -16,18 +16,29 @@ from types import FrameType
 from typing import TypeVar
 
 from bucketplan_core import planning
+from bucketplan_core.diff import diff_decisions, diff_requests
 from bucketplan_core.errors import BucketplanError, SignatureMismatch
+from bucketplan_core.explain import explain
 from bucketplan_core.fields import Fields
 from bucketplan_core.plan import Plan
 from bucketplan_core.profile import CostProfile
 from bucketplan_core.request import Request
-from bucketplan_core.wire import digest_of, from_json, pack
+from bucketplan_core.wire import WireValue, digest_of, from_json, pack
 from bucketplan_server.planner.describe import request_facts
-from bucketplan_server.planner.planned import Canonical, PlanJob, Planned, Revised, RevisionJob
+from bucketplan_server.planner.planned import Canonical, PlanJob, Planned, Revised, RevisionJob, Stored
 from bucketplan_server.planner.revise import make_revision, replay
 from bucketplan_server.problems import Refused, refuse
 
-__all__ = ["canonicalize", "initialize", "plan", "replay_revision", "revise", "warm_up"]
+__all__ = [
+    "canonicalize",
+    "diff_plans",
+    "explain_plan",
+    "initialize",
+    "plan",
+    "replay_revision",
+    "revise",
+    "warm_up",
+]
 
 T = TypeVar("T")
 _TOO_MUCH_MEMORY = Refused("cannot-plan", "the body needs more memory than one planning process may use")
@@ -66,6 +77,37 @@ def revise(job: RevisionJob) -> Revised | Refused:
 def replay_revision(job: RevisionJob, stored: bytes) -> str | None | Refused:
     """What an audit finds wrong with a stored plan, see `revise.replay`."""
     return _guarded(lambda: replay(job, stored))
+
+
+def explain_plan(stored: Stored) -> dict[str, WireValue] | Refused:
+    """Why a plan is as it is: `bucketplan_core.explain` of a stored revision."""
+
+    def work() -> dict[str, WireValue]:
+        request = Request.decode(stored.request)
+        found = Plan.decode(stored.plan)
+        budget = found.assessment.get("memory_budget_bytes")
+        return explain(
+            request,
+            CostProfile.decode(stored.profile, request),
+            found.decision,
+            memory_budget_bytes=budget if type(budget) is int else None,
+        )
+
+    return _guarded(work)
+
+
+def diff_plans(a: Stored, b: Stored) -> dict[str, WireValue] | Refused:
+    """How two stored revisions differ, in what was asked and in what was decided."""
+
+    def work() -> dict[str, WireValue]:
+        requests = [Request.decode(side.request) for side in (a, b)]
+        decisions = [Plan.decode(side.plan).decision for side in (a, b)]
+        return {
+            "decision": diff_decisions(requests[0], decisions[0], requests[1], decisions[1]).to_wire(),
+            "request": diff_requests(requests[0], requests[1]).to_wire(),
+        }
+
+    return _guarded(work)
 
 
 def canonicalize(body: bytes) -> Canonical | Refused:

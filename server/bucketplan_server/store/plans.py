@@ -25,6 +25,7 @@ __all__ = [
     "PlanRow",
     "insert_or_ignore",
     "load_active",
+    "load_numbered",
     "load_requests",
     "load_revision",
     "quarantine_revision",
@@ -83,6 +84,17 @@ async def load_revision(store: Store, signature: str, digest: str) -> PlanRow | 
         )
         row = (await connection.execute(query)).mappings().first()
     return None if row is None else _checked(row)
+
+
+async def load_numbered(store: Store, signature: str, revision: int) -> PlanRow:
+    """The revision of this number, which exists; raises `Damaged`, `StoreError`."""
+    query = (
+        select(revisions, quarantine.c.detail)
+        .outerjoin(quarantine, _in_quarantine())
+        .where(revisions.c.signature == signature, revisions.c.revision == revision)
+    )
+    async with store.read() as connection:
+        return _checked((await connection.execute(query)).mappings().one())
 
 
 async def load_requests(store: Store, wanted: Collection[str]) -> dict[str, bytes]:

@@ -1,0 +1,130 @@
+"""Audit reads: list plans, say why one is as it is, and how two differ."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from bucketplan_core.wire import MAX_INT, WireValue
+from bucketplan_server.http.answers import answer, plan_answer, wanted_encoding
+from bucketplan_server.http.describe import PLAN, both, obj, problems
+from bucketplan_server.http.routes.plans import Signature
+from bucketplan_server.http.state import State
+from bucketplan_server.problems import Problem
+from bucketplan_server.store.engine import StoreError
+from bucketplan_server.store.listing import PlanFilter, list_plans
+
+__all__ = ["router"]
+
+router = APIRouter()
+_MAP: dict[str, Any] = {"type": "object"}
+_LIST: dict[str, Any] = {"type": "array", "items": _MAP}
+_HEX = "^[0-9a-f]{64}$"
+_NAME_CHARACTERS = 1_000
+_PROBLEMS = (
+    "invalid-parameter",
+    "not-acceptable",
+    "unknown-signature",
+    "unknown-revision",
+    "cannot-plan",
+    "planner-failed",
+    "quarantined",
+    "store-unavailable",
+)
+Revision = Annotated[int | None, Query(ge=1, le=2**31 - 1, description="revision; the active one where left out")]
+Part = Annotated[str | None, Query(max_length=_NAME_CHARACTERS, description="part of a name")]
+Exact = Annotated[str | None, Query(max_length=_NAME_CHARACTERS)]
+Time = Annotated[int | None, Query(ge=0, le=MAX_INT, description="nanoseconds since 1970")]
+
+
+@router.get(
+    "/v1/plans",
+    summary="Stored plans, the newest first",
+    responses={
+        200: both(
+            obj({"next": {"type": ["string", "null"]}, "plans": _LIST}), "`next` is the cursor of the following page"
+        ),
+        **problems("invalid-parameter", "not-acceptable", "store-unavailable"),
+    },
+)
+async def get_plans(
+    request: Request,
+    state: State,
+    job: Annotated[str | None, Query(max_length=200, description="plans that this job has reported")] = None,
+    parameter: Part = None,
+    module: Part = None,
+    group: Exact = None,
+    strategy: Exact = None,
+    since_ns: Time = None,
+    until_ns: Time = None,
+    cursor: Annotated[str | None, Query(pattern=r"^[0-9]{1,19}-[0-9a-f]{64}$", description="`next` of a page")] = None,
+    limit: Annotated[int, Query(ge=1, le=1000, description="most plans answered")] = 100,
+) -> Response:
+    encoding = wanted_encoding(request)
+    wanted = PlanFilter(
+        job=job,
+        parameter=parameter,
+        module=module,
+        group=group,
+        strategy=strategy,
+        since_ns=since_ns,
+        until_ns=until_ns,
+    )
+    try:
+        rows = await list_plans(state.store, wanted, before=_read_cursor(cursor), limit=limit)
+    except StoreError as error:
+        raise state.plans.store_unavailable(error) from None
+    listed: list[WireValue] = [{**row, "groups": row["groups"].split("\n")} for row in rows]
+    following = f"{rows[-1]['created_ns']}-{rows[-1]['signature']}" if len(rows) == limit else None
+    return answer({"next": following, "plans": listed}, encoding)
+
+
+@router.get(
+    "/v1/plans/{signature}/revisions/{revision}",
+    summary="One revision of a plan",
+    responses={200: both(PLAN, "the plan"), 304: {"description": "the caller has this plan"}, **problems(*_PROBLEMS)},
+)
+async def get_revision(request: Request, state: State, signature: Signature, revision: int) -> Response:
+    encoding = wanted_encoding(request)
+    return plan_answer(request, await state.revisions.served(signature, revision), encoding)
+
+
+@router.get(
+    "/v1/plans/{signature}/explain",
+    summary="Why each bucket is as it is, and what limits the step",
+    responses={200: both(_MAP, "needs hardware figures in the request's options"), **problems(*_PROBLEMS)},
+)
+async def explain(request: Request, state: State, signature: Signature, revision: Revision = None) -> Response:
+    encoding = wanted_encoding(request)
+    stored = await state.revisions.stored(signature, revision)
+    return answer(await state.pool.explain(stored), encoding)
+
+
+@router.get(
+    "/v1/diff",
+    summary="How two plans differ: candidates and options of the requests, buckets of the decisions",
+    responses={200: both(obj({"decision": _MAP, "request": _MAP}), "from `a` to `b`"), **problems(*_PROBLEMS)},
+)
+async def diff(
+    request: Request,
+    state: State,
+    a: Annotated[str, Query(pattern=_HEX, description="signature")],
+    b: Annotated[str, Query(pattern=_HEX, description="signature; may be the same one")],
+    revision_a: Revision = None,
+    revision_b: Revision = None,
+) -> Response:
+    encoding = wanted_encoding(request)
+    sides = [await state.revisions.stored(a, revision_a), await state.revisions.stored(b, revision_b)]
+    return answer(await state.pool.diff(*sides), encoding)
+
+
+def _read_cursor(cursor: str | None) -> tuple[int, str] | None:
+    if cursor is None:
+        return None
+    created_ns, _, signature = cursor.partition("-")
+    if int(created_ns) > MAX_INT:
+        raise Problem("invalid-parameter", f"query.cursor: {cursor!r} is no cursor", fields={"path": "query.cursor"})
+    return int(created_ns), signature
