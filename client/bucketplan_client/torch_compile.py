@@ -23,7 +23,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 import torch._dynamo.config as dynamo_config
@@ -31,6 +31,7 @@ import torch._inductor.config as inductor_config
 import torch._inductor.custom_graph_pass as custom_graph_pass
 import torch.distributed as dist
 from torch import fx
+from torch._guards import CompileContext
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from bucketplan_client.capture.binding import Skipped
@@ -48,8 +49,9 @@ from bucketplan_client.reshard import mark_gathers
 from bucketplan_client.rewrite import REWRITER_VERSION
 from bucketplan_client.rewrite.apply import apply_plan
 from bucketplan_core.collectives import Options
+from bucketplan_core.plan import Plan
 from bucketplan_core.planners import find_planner
-from bucketplan_core.request import CAPTURE_VERSION, SCHEMA_VERSION
+from bucketplan_core.request import CAPTURE_VERSION, SCHEMA_VERSION, Request
 from bucketplan_core.wire import WireValue, digest_of, pack
 
 __all__ = [
@@ -75,18 +77,31 @@ _LOCAL_EPOCH = "local"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewrittenGraph:
-    """What the pass did to one graph: `digest` is the decision's, None where nothing was planned and `reason` says why.
+    """What the pass did to one graph; `plan` is None where nothing could be planned, `reason` why nothing was fused.
 
-    `num_launches` counts the candidates' launches after the rewrite.
+    `slot` names the graph alike on every rank (torch's compile id, the phase). `statistics` are those of the rewrite.
     """
 
     phase: str
-    signature: str
-    digest: str | None
-    num_candidates: int
-    num_launches: int
+    slot: str
+    request: Request = field(repr=False)
+    plan: Plan | None = field(repr=False)
+    statistics: Mapping[str, Mapping[str, int]]
     skipped: tuple[Skipped, ...]
     reason: str | None = None
+
+    @property
+    def signature(self) -> str:
+        return self.request.signature
+
+    @property
+    def num_candidates(self) -> int:
+        return len(self.request.candidates)
+
+    @property
+    def num_launches(self) -> int:
+        """Launches of the candidates after the rewrite."""
+        return 0 if self.plan is None else len(self.plan.decision.buckets)
 
 
 def graph_phase(graph: fx.Graph) -> Literal["forward", "backward"]:
@@ -180,30 +195,19 @@ class BucketingPass(CustomGraphPass):
             )
         description = _step("describe", lambda: describe_graph(module, phase=phase, **self._describing))
         reason = description.why_nothing()
-        num_candidates = len(description.request.candidates)
-        if not num_candidates:
-            self._note(
-                RewrittenGraph(
-                    phase=phase,
-                    signature=description.signature,
-                    digest=None,
-                    num_candidates=0,
-                    num_launches=0,
-                    skipped=description.skipped,
-                    reason=reason,
-                )
-            )
-            return
+        plan: Plan | None = None
+        statistics: Mapping[str, Mapping[str, int]] = {}
         # A graph with one candidate is planned too: the plan may move it.
-        plan = _step("plan", lambda: self._plans.plan(description.request, description.profile))
-        _step("apply", lambda: apply_plan(description, plan, recompile=False))
+        if description.request.candidates:
+            plan = _step("plan", lambda: self._plans.plan(description.request, description.profile))
+            statistics = _step("apply", lambda: apply_plan(description, plan, recompile=False)).statistics
         self._note(
             RewrittenGraph(
                 phase=phase,
-                signature=description.signature,
-                digest=plan.digest,
-                num_candidates=num_candidates,
-                num_launches=len(plan.decision.buckets),
+                slot=f"{CompileContext.current_compile_id()}/{phase}",
+                request=description.request,
+                plan=plan,
+                statistics=statistics,
                 skipped=description.skipped,
                 reason=reason,
             )
@@ -217,7 +221,7 @@ class BucketingPass(CustomGraphPass):
                 done.phase,
                 done.num_candidates,
                 done.num_launches,
-                (done.digest or "")[:12],
+                done.plan.digest[:12] if done.plan is not None else "none",
                 done.signature[:12],
             )
         elif done.phase == "backward" and not any(found.num_candidates for found in self.graphs):

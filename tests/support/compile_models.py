@@ -122,6 +122,11 @@ def _dense() -> Built:
     return Built(model, (tokens(),), _roles(mesh))
 
 
+def _smallest() -> Built:
+    mesh = _mesh(("fsdp", dist.get_world_size()))
+    return Built(shard(LanguageModel(lambda: Block(4, 4), num_layers=0, dim=4), mesh), (tokens(),), _roles(mesh))
+
+
 def _mixed_precision() -> Built:
     mesh = _mesh(("fsdp", dist.get_world_size()))
     model = LanguageModel(lambda: Block(DIM, 2 * DIM), num_layers=1)
@@ -198,6 +203,7 @@ _CASES: dict[str, Callable[[], Built]] = {
     "hybrid": _hybrid,
     "llama": _llama,
     "mixed_precision": _mixed_precision,
+    "smallest": _smallest,
     "tensor_parallel": _tensor_parallel,
     "uneven": _uneven,
 }

@@ -6,11 +6,13 @@ caches of graphs, under which no hook would run, are off unless a case is about 
 
 from __future__ import annotations
 
+import logging
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.support.paths import BUILD
@@ -25,13 +27,19 @@ import torch._functorch.config
 import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+from bucketplan_client.compiled_attempt import install_attempt
+from bucketplan_client.opening import open_attempt
 from bucketplan_client.torch_compile import Installation, install
+from bucketplan_client.transport import PlanClient
 from bucketplan_core.collectives import Options
 from tests.support import compile_models
 from tests.support.simple_fsdp import full_gradients
 
-__all__ = ["SIZE", "compare", "no_graph_caches", "signatures_by_rank", "step"]
+__all__ = ["SIZE", "compare", "fully_sharded", "warm_and_cold"]
 
 SIZE = Options(strategy="size", planner="size/1", placement="scheduled")
 _COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single")
@@ -55,7 +63,8 @@ def step(model: Callable[..., Tensor], batch: tuple[Any, ...], parameters_of: nn
         loss = model(*batch)
         loss.backward()
     launches = Counter(
-        event.name.removeprefix("_c10d_functional::")
+        # Inductor reduces in place where it may.
+        event.name.removeprefix("_c10d_functional::").removesuffix("_")
         for event in profile.events()
         if event.name.startswith("_c10d_functional::")
     )
@@ -82,63 +91,136 @@ def signatures_by_rank(installed: Installation) -> list[list[str]]:
     return found
 
 
-def compare(
-    case: str,
-    *,
-    options: Options = SIZE,
-    reshard: bool = False,
-    keep_gathered: tuple[str, ...] = (),
-    unplanned: bool = False,
-    scopes: tuple[str, ...] = (),
-) -> dict[str, Any]:
-    """One step of the case's model: eagerly, compiled with plans, and if `unplanned` compiled without."""
+def compare(case: str, keywords: dict[str, Any]) -> dict[str, Any]:
+    """One step of the case's model, eagerly and compiled with plans.
+
+    `keywords`: `server` (the attempt is opened there; else plans are made here), `options`, `scopes` (module specs),
+    and those of `install`.
+    """
+    arguments = dict(keywords)
     built = compile_models.build(case)
     eager = step(built.model, built.batch, built.model)
-    result: dict[str, Any] = {"eager": (eager.loss, eager.launches)}
-    with no_graph_caches():
-        if unplanned:
-            torch._dynamo.reset()
-            result["unplanned"] = _against(eager, step(torch.compile(built.model), built.batch, built.model))
-            compiled = result["unplanned"].pop("step")
-        torch._dynamo.reset()
-        with install(
-            options=options,
-            roles=built.roles,
-            scopes=built.scopes(scopes),
-            reshard_after_forward=reshard,
-            keep_gathered=keep_gathered,
-            on_error="raise",
-        ) as installed:
-            planned = step(torch.compile(built.model), built.batch, built.model)
-            result["planned"] = _against(eager, planned)
-            result["planned"].pop("step")
-            result["graphs"] = [
-                {
-                    "phase": graph.phase,
-                    "candidates": graph.num_candidates,
-                    "launches": graph.num_launches,
-                    "reason": graph.reason,
-                    "skipped": sorted({skipped.rule for skipped in graph.skipped}),
-                }
-                for graph in installed.graphs
-            ]
-            result["signatures"] = signatures_by_rank(installed)
-        if unplanned:
-            result["bitwise"] = planned.loss == compiled.loss and all(
-                torch.equal(gradient, compiled.gradients[name]) for name, gradient in planned.gradients.items()
-            )
+    torch._dynamo.reset()
+    arguments["scopes"] = built.scopes(tuple(arguments.get("scopes", ())))
+    with no_graph_caches(), _installed(case, built, arguments) as installed:
+        planned = step(torch.compile(built.model), built.batch, built.model)
+        result = {
+            "loss": (eager.loss, planned.loss),
+            "launches": (eager.launches, planned.launches),
+            "worst_gradient": worst_difference(eager, planned),
+            "graphs": facts_of(installed),
+            "signatures": signatures_by_rank(installed),
+        }
     torch._dynamo.reset()
     return result
 
 
-def _against(eager: Step, other: Step) -> dict[str, Any]:
+@contextmanager
+def _installed(case: str, built: compile_models.Built, arguments: dict[str, Any]) -> Iterator[Installation]:
+    address = arguments.pop("server", None)
+    options = arguments.pop("options", SIZE)
+    arguments["on_error"] = "raise"
+    if address is None:
+        with install(options=options, roles=built.roles, **arguments) as installed:
+            yield installed
+        return
+    fixed = {"strategy": options.strategy, "placement": options.placement}
+    groups = {role: name for name, role in built.roles.items()}
+    with (
+        open_attempt(PlanClient(address), groups=groups, job=case, options=fixed) as attempt,
+        install_attempt(attempt, roles=built.roles, **arguments) as installed,
+    ):
+        yield installed
+
+
+def facts_of(installed: Installation) -> list[dict[str, Any]]:
+    return [
+        {
+            "phase": graph.phase,
+            "candidates": graph.num_candidates,
+            "launches": graph.num_launches,
+            "scopes": sorted({candidate.scope or "" for candidate in graph.request.candidates}),
+            "kinds": dict(Counter(candidate.kind for candidate in graph.request.candidates)),
+            "reason": graph.reason,
+            "skipped": sorted({skipped.rule for skipped in graph.skipped}),
+        }
+        for graph in installed.graphs
+    ]
+
+
+def worst_difference(one: Step, other: Step) -> float:
+    """The largest difference of a gradient's element, as a part of that gradient's largest element."""
     worst = 0.0
-    for name, gradient in eager.gradients.items():
+    for name, gradient in one.gradients.items():
         scale = float(gradient.abs().max().clamp_min(1e-6))
         worst = max(worst, float((gradient - other.gradients[name]).abs().max()) / scale)
-    return {"loss": other.loss, "launches": other.launches, "worst_gradient": worst, "step": other}
+    return worst
 
 
-def compare_kw(case: str, keywords: dict[str, Any]) -> dict[str, Any]:
-    """`compare` for the pool, which passes positional arguments."""
-    return compare(case, **keywords)
+def warm_and_cold(folder: str) -> dict[str, Any]:
+    """Compile into an empty cache; again from it; with one rank's cache gone; and under plans of another epoch.
+
+    Sequence lengths differ between the second and the third: under dynamic shapes a cache entry made at one length
+    serves the other, so a plan must not depend on it.
+    """
+    rank = dist.get_rank()
+    before = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    mine = os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/rank{rank}"
+    built = compile_models.build("smallest")
+    found: dict[str, Any] = {}
+    try:
+        for name, length, options in (
+            ("cold", 8, SIZE),
+            ("warm", 8, SIZE),
+            ("one cold", 12, SIZE),
+            ("other plan", 12, replace(SIZE, bucket_cap_bytes=1, first_bucket_cap_bytes=1)),
+        ):
+            if name == "one cold":
+                dist.barrier()
+                if rank == 1:
+                    shutil.rmtree(mine)
+            torch._dynamo.reset()
+            counters.clear()
+            batch = (compile_models.tokens(length=length),)
+            eager = step(built.model, batch, built.model)
+            with install(options=options, roles=built.roles, on_error="raise") as installed:
+                compiled = step(torch.compile(built.model, dynamic=True), batch, built.model)
+            found[name] = {
+                "hits": counters["aot_autograd"]["autograd_cache_hit"],
+                "graphs": facts_of(installed),
+                "launches": compiled.launches,
+                "worst_gradient": worst_difference(eager, compiled),
+            }
+    finally:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+        torch._dynamo.reset()
+    return found
+
+
+def fully_sharded() -> dict[str, Any]:
+    """A model under FSDP2 and torch.compile with the pass installed: what it says, and that it trains as without."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    fully_shard(model, mesh=mesh)
+    batch = torch.ones(2, 4)
+    eager = model(batch).sum()
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("bucketplan_client.torch_compile")
+    logger.addHandler(handler)
+    torch._dynamo.reset()
+    try:
+        with no_graph_caches(), install(options=SIZE, on_error="raise") as installed:
+            compiled = torch.compile(model)(batch).sum()
+            compiled.backward()
+            reasons = [graph.reason for graph in installed.graphs]
+    finally:
+        logger.removeHandler(handler)
+        torch._dynamo.reset()
+    return {
+        "losses": (float(eager.detach()), float(compiled.detach())),
+        "reasons": reasons,
+        "warnings": [record.getMessage() for record in records if record.levelno >= logging.WARNING],
+    }

@@ -1,0 +1,72 @@
+"""An opened attempt under torch.compile: plans from its epoch, one fingerprint on all ranks, evidence of each graph.
+
+with open_attempt(PlanClient(), groups=groups) as attempt, install_attempt(attempt):
+    train(torch.compile(model))
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from bucketplan_client.membership import this_rank
+from bucketplan_client.opening import Attempt
+from bucketplan_client.passes import LocalPlans
+from bucketplan_client.torch_compile import Installation, RewrittenGraph, install
+from bucketplan_core.attempt import RankReport
+from bucketplan_core.collectives import Options
+from bucketplan_core.groups import group_digests
+
+__all__ = ["install_attempt"]
+
+_UNBUCKETED = Options(strategy="none", planner="none/1")
+
+
+def install_attempt(attempt: Attempt, *, deadline_s: float = 120.0, **arguments: Any) -> Installation:
+    """`torch_compile.install` as `attempt` decided; call it on every participant, before anything is compiled.
+
+    Ranks compare the pass's fingerprint first, so that scopes, exclusions or resharding that differ between them are
+    an `AgreementError` on all of them inside `deadline_s` and not a hang. Each graph that is compiled leaves evidence
+    in the job's store (a mismatch ends the job, naming both sides) and a report at the server. `arguments` are those of
+    `install`, without `plans`, `options`, `epoch`, `mode` and `on_graph`.
+    """
+    ordinals: Counter[str] = Counter()
+
+    def noted(done: RewrittenGraph) -> None:
+        digests: dict[str, str] = {}
+        if done.plan is not None:
+            digests = group_digests(done.request, done.plan.decision)
+            attempt.evidence.watch()
+            attempt.evidence.note(done.slot, done.request, done.plan, attempt.groups)
+        attempt.report(
+            RankReport(
+                rank=this_rank(),
+                slot=done.phase,
+                ordinal=ordinals[done.phase],
+                uuid=attempt.uuid,
+                signature=done.signature,
+                decision=None if done.plan is None else done.plan.digest,
+                digests=digests,
+                members=attempt.groups,
+                statistics={
+                    f"{key}.{name}": value for key, counts in done.statistics.items() for name, value in counts.items()
+                },
+                skipped=[f"{skipped.node}: {skipped.rule}" for skipped in done.skipped],
+            )
+        )
+        ordinals[done.phase] += 1
+
+    installed = install(
+        attempt.plans if attempt.plans is not None else LocalPlans(),
+        options=attempt.options if attempt.options is not None else _UNBUCKETED,
+        epoch=attempt.uuid,
+        mode="bucketed" if attempt.bucketed else "unbucketed",
+        on_graph=noted,
+        **arguments,
+    )
+    try:
+        attempt.compare("compiler pass", installed.bucketing.fingerprint, deadline_s=deadline_s)
+    except BaseException:
+        installed.uninstall()
+        raise
+    return installed
