@@ -11,7 +11,8 @@ for by w
 so ``D(w) >= prefix(e) + D(e - 1) + launch + occupation - prefix(w)``. The bound is all compute plus D at the last
 gap. It chains: a gather that nothing precedes and a reduction that nothing follows both count. It contains the usual
 single bounds (all compute; the bytes of one stream; the first gather; the last reduction) and needs no assumption
-about grouping, prefetch, copies or memory, all of which can only add time.
+about grouping, prefetch, copies or memory, all of which can only add time. Where communication slows compute down,
+all compute plus the slowing while the busiest stream is busy is a bound too.
 """
 
 from __future__ import annotations
@@ -60,8 +61,11 @@ def _bound(cost: CostModel) -> int:
         for stream in touched:
             reached = started[:passed] + streams[stream].times(passed)
             delay = max(delay, int(reached.max()) - cost.prefix_ns[deadline])
-    launches = len(request.lanes) * cost.hardware.launch_ns
-    return cost.compute_ns + max(delay, launches)
+    # While a stream is busy, the compute stream does 1,000 of every 1,000 + slowdown parts of its work.
+    permille = cost.hardware.slowdown_permille
+    busy = max((int(streams[stream].everything()) for stream in range(len(streams))), default=0)
+    slowed = busy * permille // (1_000 + permille)
+    return cost.compute_ns + max(delay, len(request.lanes) * cost.hardware.launch_ns + slowed)
 
 
 def _stream_of(cost: CostModel, number: int) -> int:
@@ -90,6 +94,11 @@ class _Occupation:
         self._bytes[lane][: release + 1] += candidates[number].full_bytes
         self._last[lane] = max(self._last[lane], release)
         self._stale.add(lane)
+
+    def everything(self) -> int:
+        """Least time of all that was added, in one launch a lane."""
+        lanes = sum(int(times[0]) for lane, times in self._times.items() if self._last[lane] >= 0)
+        return lanes + int(self._fixed[0])
 
     def times(self, passed: int) -> Int64Array:
         """By release index below `passed`: launch plus occupation."""

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from bucketplan_core.cost import BucketCost
 from bucketplan_core.planners.auto_gather import exact_gather_conditions, exact_gather_lane
 from bucketplan_core.planners.auto_groups import LaneRuns, by_block, cap_groups, small_and_large
 from bucketplan_core.planners.auto_place import ORIGINAL, SCHEDULED, Ahead, Groups, Rule, Trial, Workbench
@@ -61,6 +62,7 @@ class Search:
     exact_reasons: tuple[str, ...] = ()
     _seen: set[tuple[Groups, Rule]] = field(default_factory=set)
     _kept: list[Trial] = field(default_factory=list)
+    _costs: dict[tuple[int, ...], BucketCost] = field(default_factory=dict)
     _runs: dict[tuple[int, ...], LaneRuns] = field(default_factory=dict)
 
     def run(self) -> Trial | None:
@@ -69,10 +71,9 @@ class Search:
             self._seen.add((tuple(sorted(self.as_traced.groups)), self.as_traced.rule))
             self._consider(self.as_traced)
         main: Rule = ORIGINAL if self.placement == "original" else _AHEAD
-        for groups in self._starts():
-            if self._done():
-                break
-            self._try(groups, main)
+        self._try([(m,) for m in range(len(self.bench.request.candidates))], main)
+        if not self._done():
+            self._try_promising(self._starts(), main)
         self._prove()
         if self.placement != "original":
             for trial in list(self._kept):
@@ -112,10 +113,16 @@ class Search:
         if all(trial.groups != kept.groups for kept in self._kept):
             self._kept = sorted([*self._kept, trial], key=lambda kept: kept.rank)[:_KEPT]
 
+    def _try_promising(self, partitions: Iterator[Groups], rule: Rule) -> None:
+        """Try partitions, those first that could be fastest, and none that cannot reach the best so far."""
+        for least, _, groups in sorted((self._least(g, rule), number, g) for number, g in enumerate(partitions)):
+            if self._done() or (self.best is not None and least > self.best.step_ns):
+                return
+            self._try(groups, rule)
+
     def _starts(self) -> Iterator[Groups]:
         request, cost = self.bench.request, self.bench.cost
         lanes = [lane.members for lane in request.lanes]
-        yield tuple((m,) for lane in lanes for m in lane)
         for price in _PRICES:
             prices = dict.fromkeys(range(len(request.candidates)), price)
             yield from self._priced(prices)
@@ -192,10 +199,7 @@ class Search:
             critical = {m for index in critical_buckets(self.best) for m in self.best.buckets[index].members}
             prices = {m: min(price // 2 + 500, 1_000) if m in critical else price // 2 for m, price in prices.items()}
             before = self.best
-            for groups in self._priced(prices):
-                if self._done():
-                    return
-                self._try(groups, rule)
+            self._try_promising(self._priced(prices), rule)
             if self.best is before:
                 return
 
@@ -246,12 +250,17 @@ class Search:
         cost = self.bench.cost
         busy = [0] * len(cost.streams)
         held = cost.compute_ns
-        for bucket in map(self.bench.bucket, groups):
-            busy[bucket.stream] += bucket.cost.comm_ns
-            held += bucket.cost.launch_ns + bucket.cost.wait_ns
-            if rule is ORIGINAL and len(bucket.members) > 1:  # waited for right behind its launch
-                held += bucket.cost.comm_ns
-        return max([held, *busy])
+        for group in groups:
+            own = self._costs.get(group)
+            if own is None:
+                own = self._costs[group] = cost.bucket(group)
+            busy[cost.lane_streams[cost.lane_of[group[0]]]] += own.comm_ns
+            held += own.launch_ns + own.wait_ns
+            if rule is ORIGINAL and len(group) > 1:  # waited for right behind its launch
+                held += own.comm_ns
+        permille = cost.hardware.slowdown_permille
+        # While the busiest stream is, the compute stream does 1,000 of every 1,000 + permille parts of its work.
+        return max([held + max(busy, default=0) * permille // (1_000 + permille), *busy])
 
 
 def critical_buckets(trial: Trial) -> list[int]:
