@@ -20,15 +20,16 @@ from typing import Any
 from bucketplan_client.errors import AgreementError, RankFailed, RanksDisagree, RanksMissing, Where
 from bucketplan_client.protocol import Exchange, GetMany, Now, Protocol, Put, PutOnce, Wait, exchange, members_digest
 from bucketplan_client.store import JobStore, drive
+from bucketplan_core.diff import first_difference
 from bucketplan_core.errors import BucketplanError
 from bucketplan_core.request import Request
 from bucketplan_core.wire import WireValue, pack, unpack
 
 __all__ = ["GroupView", "Lockstep", "Report", "agree"]
 
+DEFAULT_GRACE_S = 5.0
 DEFAULT_DEADLINE_S = 120.0
 """Ranks that run a pass in lockstep arrive within seconds; two minutes cover a host that is paging."""
-_GRACE_S = 5.0
 _DIFFERENCE_S = 10.0
 _LONGEST_REASON = 2_000
 
@@ -43,8 +44,8 @@ class GroupView:
 
     @property
     def key(self) -> str:
-        """Name of the group instance in the store; groups of one role have different members."""
-        return members_digest(self.members)[:16]
+        """Name of the group instance in the store: two roles may have the same members, and one role several groups."""
+        return f"{self.role}/{members_digest(self.members)[:16]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,7 @@ class Lockstep:
         store: JobStore,
         *,
         deadline_s: float = DEFAULT_DEADLINE_S,
-        grace_s: float = _GRACE_S,
+        grace_s: float = DEFAULT_GRACE_S,
         where: Where | None = None,
         name: str | None = None,
     ) -> None:
@@ -89,11 +90,11 @@ class Lockstep:
 
 
 def agree(
-    report: Report, *, key: str, until: float, where: Where, grace_s: float = _GRACE_S, what: str = "plan"
+    report: Report, *, key: str, until: float, where: Where, grace_s: float = DEFAULT_GRACE_S, what: str = "plan"
 ) -> Protocol[None]:
     """The protocol of `Lockstep.agree`: ends by `until` and a few grace periods for each group."""
     groups = sorted(
-        (group for group in report.groups if len(group.members) > 1), key=lambda g: (len(g.members), g.members)
+        (group for group in report.groups if len(group.members) > 1), key=lambda g: (len(g.members), g.members, g.role)
     )
     order = [("up", group) for group in groups] + [("down", group) for group in reversed(groups)]
     found: dict[str, WireValue] | None = None
@@ -206,29 +207,13 @@ def _difference(report: Report, group: GroupView, verdict: dict[str, WireValue],
 def describe_difference(one: bytes, other: bytes, rank: int, other_rank: int) -> str:
     """The first field in which two encoded requests differ, with both values, in words."""
     try:
-        first = _first_difference(Request.decode(one).to_wire(), Request.decode(other).to_wire(), "")
+        first = first_difference(Request.decode(one), Request.decode(other))
     except BucketplanError as error:
         return f"a description that cannot be read: {error}"
     if first is None:
         return ""
-    path, mine, theirs = first
-    return f"{path.lstrip('.')} ({mine!r} on rank {rank}, {theirs!r} on rank {other_rank})"
-
-
-def _first_difference(one: Any, other: Any, path: str) -> tuple[str, Any, Any] | None:
-    if isinstance(one, dict) and isinstance(other, dict):
-        for key in sorted({*one, *other}):
-            found = _first_difference(one.get(key), other.get(key), f"{path}.{key}")
-            if found is not None:
-                return found
-        return None
-    if isinstance(one, list) and isinstance(other, list):
-        for index, (mine, theirs) in enumerate(zip(one, other, strict=False)):
-            found = _first_difference(mine, theirs, f"{path}[{index}]")
-            if found is not None:
-                return found
-        return (path, f"{len(one)} entries", f"{len(other)} entries") if len(one) != len(other) else None
-    return None if one == other else (path, one, other)
+    of = f" of {first.where}" if first.where is not None else ""
+    return f"{first.path}{of} ({first.a!r} on rank {rank}, {first.b!r} on rank {other_rank})"
 
 
 def _read(data: bytes) -> dict[str, WireValue]:

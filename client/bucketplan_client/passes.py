@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import fx
 from torch.distributed.distributed_c10d import Store
 
-from bucketplan_client.agreement import DEFAULT_DEADLINE_S, GroupView, Lockstep, Report
+from bucketplan_client.agreement import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, GroupView, Lockstep, Report
 from bucketplan_client.capture.binding import Description
 from bucketplan_client.capture.describe import ScopeLike, describe_graph
 from bucketplan_client.environment import DISABLE_VARIABLE, disabled_by_environment
@@ -68,8 +68,9 @@ class FsdpBucketingPass:
     `plans` gives the plans. `roles`, `scopes`, `only_roles`, `exclude` and `compute_ops` are those of `describe_graph`,
     `kinds` those of `apply_plan`. `groups` names groups that hold parameters (role to group, its name, or its ranks);
     the groups of the graph's own collectives are always compared. `store` is the job's rendezvous store, by default
-    that of torch.distributed; `name` tells this pass from others on it. Raises `AgreementError` (alike on all ranks of
-    a group) or, where there is nobody to compare with, `PassFailed`.
+    that of torch.distributed; `name` tells this pass from others on it. A comparison waits for ranks as long as
+    `deadline_s`, and for the verdict `grace_s` longer. Raises `AgreementError` (alike on all ranks of a group) or,
+    where there is nobody to compare with, `PassFailed`.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class FsdpBucketingPass:
         store: Store | JobStore | None = None,
         name: str | None = None,
         deadline_s: float = DEFAULT_DEADLINE_S,
+        grace_s: float = DEFAULT_GRACE_S,
         job: str | None = None,
     ) -> None:
         self._plans = plans
@@ -111,6 +113,7 @@ class FsdpBucketingPass:
         self._compare = compare
         self._store = store
         self._deadline_s = deadline_s
+        self._grace_s = grace_s
         self._job = job
         # Counted when passes are made, not when they first compare: a rank that fails in between must stay in step.
         self._name = f"pass/{next(_passes)}" if name is None else name
@@ -210,7 +213,7 @@ class FsdpBucketingPass:
                 store = self._store
                 if not isinstance(store, JobStore):
                     store = JobStore(store or default_store(), prefix="bucketplan", where=where)
-                self._lockstep = Lockstep(store, deadline_s=self._deadline_s, name=self._name)
+                self._lockstep = Lockstep(store, deadline_s=self._deadline_s, grace_s=self._grace_s, name=self._name)
             try:
                 self._lockstep.agree(report)
             except AgreementError as error:

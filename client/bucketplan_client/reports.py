@@ -23,11 +23,12 @@ _SPREAD_S = 2.0
 
 
 class Reporter:
-    """Sends reports about one attempt, one after another, from a thread of its own."""
+    """Sends reports about one attempt, in batches, from a thread of its own."""
 
     def __init__(self, client: PlanClient, *, job: str, attempt: int) -> None:
         self._client = client
         self._path = f"/v1/jobs/{quote(job, safe='')}/attempts/{attempt}/reports"
+        self._closing = threading.Event()
         self._waiting: queue.Queue[RankReport | None] = queue.Queue(_MOST_WAITING)
         self._thread = threading.Thread(target=self._run, name="bucketplan-reports", daemon=True)
         self._thread.start()
@@ -41,6 +42,7 @@ class Reporter:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Send what is waiting, for at most `timeout_s`."""
+        self._closing.set()
         try:
             self._waiting.put_nowait(None)
         except queue.Full:
@@ -49,9 +51,16 @@ class Reporter:
 
     def _run(self) -> None:
         while (report := self._waiting.get()) is not None:
-            if self._waiting.empty():
-                threading.Event().wait(random.uniform(0.0, _SPREAD_S))
+            self._closing.wait(random.uniform(0.0, _SPREAD_S))
+            batch = [report]
+            last = False
+            while not self._waiting.empty() and not last:
+                more = self._waiting.get_nowait()
+                last = more is None
+                batch += [] if more is None else [more]
             try:
-                self._client.post(self._path, report.to_wire(), deadline_s=_DEADLINE_S)
+                self._client.post(self._path, {"reports": [each.to_wire() for each in batch]}, deadline_s=_DEADLINE_S)
             except ClientError as error:
-                _LOG.info("a report was not delivered: %s", error.message)
+                _LOG.info("%d reports were not delivered: %s", len(batch), error.message)
+            if last:
+                return

@@ -115,8 +115,7 @@ class InMemoryPlanServer:
                 return self._open(unquote(found["job"]), body)
             found = _REPORTS.fullmatch(route)
             if found is not None and method == "POST":
-                self.reports.append(RankReport.read(Fields(unpack(body), "report")))
-                return MemoryAnswer(200, {"Content-Type": _MSGPACK}, pack({"status": "stored"}))
+                return self._report(body)
             if route in ("/healthz", "/readyz"):
                 return MemoryAnswer(200, {"Content-Type": _MSGPACK}, pack({"status": "ok"}))
             return _problem(404, "not-found", f"{method} {path} is not served here")
@@ -155,6 +154,11 @@ class InMemoryPlanServer:
             ],
         }
         return MemoryAnswer(201, {"Content-Type": _MSGPACK}, pack(tree))
+
+    def _report(self, body: bytes) -> MemoryAnswer:
+        listed = Fields(unpack(body), "body").array("reports", limit=20_000)
+        self.reports += [RankReport.read(Fields(value, f"body.reports[{i}]")) for i, value in enumerate(listed)]
+        return MemoryAnswer(200, {"Content-Type": _MSGPACK}, pack({"reports": len(listed)}))
 
     def _get_plan(self, signature: str, epoch_id: str | None) -> MemoryAnswer:
         plan = self.plans.get(signature)

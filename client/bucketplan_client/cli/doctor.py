@@ -1,0 +1,189 @@
+"""`bucketplan doctor`: what keeps this host from getting plans, check by check, each with what to do about it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from urllib.parse import urlsplit
+
+from bucketplan_client.cache import default_cache_folder
+from bucketplan_client.environment import DISABLE_VARIABLE, disabled_by_environment, job_from_environment
+from bucketplan_client.errors import BadAddress, ClientError, ServerRefused
+from bucketplan_client.transport import JSON, Answer, PlanClient
+from bucketplan_core.wire import WireValue
+
+__all__ = ["Check", "examine"]
+
+_MOST_CLOCK_SKEW_S = 30.0
+_GROUP_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One check: what was found, and what to do where it is not well."""
+
+    name: str
+    ok: bool
+    found: str
+    remedy: str = ""
+
+    def to_wire(self) -> dict[str, WireValue]:
+        return {"found": self.found, "name": self.name, "ok": self.ok, "remedy": self.remedy}
+
+
+def examine(address: str | None, *, token: str | None, timeout_s: float) -> list[Check]:
+    """All checks in order; later ones are left out where an earlier one makes them pointless."""
+    checks = [_switch()]
+    try:
+        client = PlanClient(address, token=token, deadline_s=min(timeout_s, 10.0))
+    except BadAddress as error:
+        return [*checks, Check(name="server", ok=False, found=error.message, remedy=error.remedy), *_host()]
+    with client:
+        checks += _server(client)
+    return [*checks, *_host()]
+
+
+def _switch() -> Check:
+    off = disabled_by_environment()
+    value = os.environ.get(DISABLE_VARIABLE, "not set")
+    return Check(
+        name="kill switch",
+        ok=not off,
+        found=f"{DISABLE_VARIABLE} is {value}",
+        remedy="Unset it to have buckets; one rank that has it set switches off the whole attempt" if off else "",
+    )
+
+
+def _server(client: PlanClient) -> list[Check]:
+    checks = [_name(client.address)]
+    if not checks[0].ok:
+        return checks
+    try:
+        before = time.time()
+        ready = client.get("/readyz", accept=JSON)
+        after = time.time()
+    except ClientError as error:
+        return [*checks, Check(name="server", ok=False, found=error.message, remedy=error.remedy)]
+    checks.append(Check(name="server", ok=True, found=f"{client.address} is ready"))
+    checks += _clock(ready, before, after)
+    checks.append(_token(client))
+    checks.append(_versions(client))
+    return checks
+
+
+def _name(address: str) -> Check:
+    url = urlsplit(address)
+    try:
+        found = socket.getaddrinfo(url.hostname, url.port or (443 if url.scheme == "https" else 80))
+    except OSError as error:
+        return Check(
+            name="name",
+            ok=False,
+            found=f"{url.hostname} cannot be resolved: {error}",
+            remedy="Check the spelling of the address and this host's DNS",
+        )
+    return Check(name="name", ok=True, found=f"{url.hostname} is {found[0][4][0]}")
+
+
+def _clock(answer: Answer, before: float, after: float) -> list[Check]:
+    text = answer.headers.get("Date")
+    if text is None:
+        return []
+    try:
+        server_s = parsedate_to_datetime(text).timestamp()
+    except ValueError:
+        return []
+    # The header has whole seconds, and the answer was written somewhere between the two readings.
+    skew_s = max(0.0, before - server_s - 1.0, server_s - after)
+    ok = skew_s <= _MOST_CLOCK_SKEW_S
+    return [
+        Check(
+            name="clock",
+            ok=ok,
+            found=f"differs by {skew_s:.0f} s from the server's",
+            remedy="" if ok else "Synchronise this host's clock (chrony, ntpd): reports and logs cannot be matched",
+        )
+    ]
+
+
+def _token(client: PlanClient) -> Check:
+    try:
+        # A signature that nobody has: 404 says that the call itself was allowed.
+        client.known_plan("0" * 64)
+    except ServerRefused as error:
+        return Check(name="token", ok=False, found=str(error.problem), remedy=error.remedy)
+    except ClientError as error:
+        return Check(name="token", ok=False, found=error.message, remedy=error.remedy)
+    return Check(name="token", ok=True, found="this caller may read plans")
+
+
+def _versions(client: PlanClient) -> Check:
+    from importlib.metadata import version
+
+    mine = version("bucketplan")
+    try:
+        described = client.get("/openapi.json", accept=JSON).body
+    except ClientError as error:
+        return Check(name="versions", ok=False, found=error.message, remedy=error.remedy)
+    info = described.get("info") if isinstance(described, dict) else None
+    theirs = str(info.get("version")) if isinstance(info, dict) else "unknown"
+    ok = theirs.split(".")[0] == mine.split(".")[0]
+    return Check(
+        name="versions",
+        ok=ok,
+        found=f"client {mine}, server {theirs}",
+        remedy="" if ok else "Install the same major release of client and server",
+    )
+
+
+def _host() -> list[Check]:
+    return [_cache(), _group()]
+
+
+def _cache() -> Check:
+    folder = default_cache_folder()
+    probe = folder / f".doctor-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        return Check(
+            name="cache",
+            ok=False,
+            found=f"{folder} cannot be written: {error}",
+            remedy="Set BUCKETPLAN_CACHE to a folder on a local disk that this user may write",
+        )
+    return Check(name="cache", ok=True, found=str(folder))
+
+
+def _group() -> Check:
+    present = [name for name in _GROUP_VARIABLES if os.environ.get(name)]
+    if not present:
+        return Check(name="group", ok=True, found="not under a launcher; nothing to check here")
+    missing = [name for name in _GROUP_VARIABLES if name not in present]
+    if missing:
+        return Check(
+            name="group",
+            ok=False,
+            found=f"{', '.join(missing)} not set",
+            remedy="Start the job with torchrun or srun, so that torch.distributed finds its ranks",
+        )
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    try:
+        with socket.create_connection((host, int(port)), timeout=5.0):
+            pass
+    except (OSError, ValueError) as error:
+        return Check(
+            name="group",
+            ok=False,
+            found=f"the store at {host}:{port} cannot be reached: {error}",
+            remedy="Start rank 0 first, and check that this host may connect to it",
+        )
+    rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    return Check(
+        name="group", ok=True, found=f"rank {rank} of {world} of job {job_from_environment()!r}, store at {host}:{port}"
+    )

@@ -1,0 +1,125 @@
+"""How commands answer: a table for people, JSON for programs, errors with their exit status."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from bucketplan_client.errors import (
+    BadAddress,
+    ClientError,
+    CorruptAnswer,
+    DeadlineExceeded,
+    ServerRefused,
+    ServerUnreachable,
+)
+from bucketplan_core.wire import to_json
+
+__all__ = [
+    "EXIT_CODES",
+    "EXIT_CORRUPT",
+    "EXIT_NEGATIVE",
+    "EXIT_REFUSED",
+    "EXIT_UNREACHABLE",
+    "EXIT_USAGE",
+    "facts",
+    "failing_well",
+    "moment",
+    "print_json",
+    "table",
+    "working",
+]
+
+EXIT_NEGATIVE = 1
+EXIT_USAGE = 2
+EXIT_UNREACHABLE = 3
+EXIT_REFUSED = 4
+EXIT_CORRUPT = 5
+
+EXIT_CODES = """Exit status: 0 done; 1 the answer is no (plans differ, verification failed, doctor found something, an
+attempt diverged); 2 wrong usage; 3 the server could not be reached in time; 4 it refused; 5 its answer failed
+verification."""
+
+# Names come from users' models and jobs: they are text, never markup.
+_out = Console(markup=False, highlight=False, soft_wrap=True)
+_err = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_json(document: Any) -> None:
+    """Print `document` as indented JSON with sorted keys."""
+    sys.stdout.write(to_json(document, indent=2).decode("utf-8") + "\n")
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str) -> None:
+    """Print rows under headings, or `empty` where there are none."""
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        shown.add_column(column, overflow="fold")
+    for row in rows:
+        shown.add_row(*(Text(_cell(value)) for value in row))
+    if shown.row_count:
+        _out.print(shown)
+    else:
+        _out.print(empty)
+
+
+def facts(pairs: Mapping[str, object]) -> None:
+    """Print names and values, one a line."""
+    width = max(map(len, pairs), default=0)
+    for name, value in pairs.items():
+        _out.print(f"{name:<{width}}  {_cell(value)}")
+
+
+def moment(nanoseconds: object) -> str:
+    """Nanoseconds since 1970 as a time in UTC."""
+    if not isinstance(nanoseconds, int):
+        return "-"
+    return datetime.fromtimestamp(nanoseconds // 1_000_000_000, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return str(value)
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show on the terminal that `what` is going on and for how long; nothing where stderr is no terminal."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=_err, transient=True, disable=not _err.is_terminal) as progress:
+        progress.add_task(what, total=None)
+        yield
+
+
+@contextmanager
+def failing_well() -> Iterator[None]:
+    """End the command with the message and status of an error of the client."""
+    try:
+        yield
+    except ClientError as error:
+        _err.print(f"error: {error}")
+        raise typer.Exit(_status_of(error)) from None
+
+
+def _status_of(error: ClientError) -> int:
+    if isinstance(error, BadAddress):
+        return EXIT_USAGE
+    if isinstance(error, ServerUnreachable | DeadlineExceeded):
+        return EXIT_UNREACHABLE
+    if isinstance(error, ServerRefused):
+        return EXIT_REFUSED
+    return EXIT_CORRUPT if isinstance(error, CorruptAnswer) else EXIT_NEGATIVE

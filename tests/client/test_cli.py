@@ -1,0 +1,163 @@
+"""The command line against a real server, as a person and as a program reads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from bucketplan_client.cli.main import app
+from bucketplan_client.transport import PlanClient
+from bucketplan_core.attempt import AttemptRequest
+from tests.client.requests import small_request
+from tests.support.server import RunningServer, running_server
+
+A, B = small_request(), small_request(num_params=6)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(tmp_path_factory.mktemp("cli-server")) as running:
+        with PlanClient(running.url) as client:
+            for request in (A, B):
+                client.plan(request)
+            opening = AttemptRequest(key="nonce", participants={"fsdp": ((0, 1),)}, options={})
+            client.post("/v1/jobs/llama/attempts", opening.to_wire(), key="nonce")
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("BUCKETPLAN_CACHE", str(tmp_path / "cache"))
+    for name in ("BUCKETPLAN_DISABLE", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "BUCKETPLAN_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def call(server: RunningServer | str, *arguments: str, status: int = 0) -> str:
+    address = server if isinstance(server, str) else server.url
+    result = CliRunner().invoke(app, ["--server", address, "--timeout", "10", *arguments])
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def call_json(server: RunningServer, *arguments: str, status: int = 0) -> Any:
+    return json.loads(call(server, *arguments, "--json", status=status))
+
+
+class TestReading:
+    def test_plans_are_listed(self, server):
+        text = call(server, "plans")
+        assert A.signature[:12] in text
+        assert B.signature[:12] in text
+        assert {row["signature"] for row in call_json(server, "plans")["plans"]} == {A.signature, B.signature}
+
+    def test_plans_can_be_filtered(self, server):
+        found = call_json(server, "plans", "--parameter", "layers.5.weight")
+        assert [row["signature"] for row in found["plans"]] == [B.signature]
+        assert "no plan is stored that fits" in call(server, "plans", "--strategy", "auto")
+
+    def test_plan_is_shown_by_the_first_characters_of_its_signature(self, server):
+        text = call(server, "show", A.signature[:10])
+        assert "layers.0.weight" in text
+        assert "fsdp (2 ranks)" in text
+        shown = call_json(server, "show", A.signature)
+        assert shown["plan"]["decision"]["signature"] == A.signature
+        assert shown["request"]["phase"] == "forward"
+
+    def test_unknown_signature_says_so(self, server):
+        assert "no stored plan begins with it" in call(server, "show", "ffff", status=2)
+        assert "unknown-signature" in call(server, "show", "f" * 64, status=4)
+
+    def test_equal_plans_do_not_differ_and_others_do(self, server):
+        call(server, "diff", A.signature, A.signature)
+        text = call(server, "diff", A.signature, B.signature, status=1)
+        assert "layers.4.weight" in text or "layers.5.weight" in text
+        assert call_json(server, "diff", A.signature, B.signature, status=1)["request"]
+
+    def test_attempts_of_a_job_and_the_state_of_one(self, server):
+        assert "1" in call(server, "job", "llama")
+        assert call_json(server, "job", "llama")["attempts"][0]["attempt"] == 1
+        assert "llama" in call(server, "job", "llama", "1")
+        assert call_json(server, "job", "llama", "1")["attempt"] == 1
+        assert "unknown-attempt" in call(server, "job", "llama", "7", status=4)
+
+    def test_events_and_their_verification(self, server):
+        assert "attempt" in call(server, "events")
+        assert call_json(server, "events")["events"]
+        assert "holds" in call(server, "verify", "--replay")
+        assert call_json(server, "verify")["holds"] is True
+
+
+class TestChanging:
+    def test_replan_activate_and_roll_back(self, server):
+        made = call_json(server, "replan", A.signature, "--reason", "try", "--set", "bucket_cap_bytes=300")
+        assert made["revision"] >= 2
+        number = str(made["revision"])
+        done = call_json(server, "activate", A.signature, "--revision", number, "--reason", "faster")
+        assert done["before"] == 1
+        assert "409" in call(
+            server, "activate", A.signature, "--revision", "1", "--expected", "1", "--reason", "race", status=4
+        )
+        back = call(server, "activate", A.signature, "--revision", "1", "--reason", "roll back")
+        assert "before" in back
+
+    def test_option_that_is_no_pair_is_wrong_usage(self, server):
+        call(server, "replan", A.signature, "--reason", "x", "--set", "strategy", status=2)
+
+    def test_bad_option_is_refused_by_its_name(self, server):
+        text = call(server, "replan", A.signature, "--reason", "x", "--set", "strategy=nonsense", status=4)
+        assert "nonsense" in text
+
+
+class TestDoctor:
+    def test_healthy_host(self, server):
+        text = call(server, "doctor")
+        assert "NO" not in text
+        assert call_json(server, "doctor")["healthy"] is True
+
+    def test_dead_server_is_named_with_what_to_do(self, server):
+        text = call("http://127.0.0.1:9", "doctor", status=1)
+        assert "could not be reached" in text
+        assert "bucketplan-server" in text
+
+    def test_address_that_is_none(self):
+        assert "BUCKETPLAN_SERVER" in call("not an address", "doctor", status=1)
+
+    def test_kill_switch_and_half_a_launcher_are_named(self, server, monkeypatch):
+        monkeypatch.setenv("BUCKETPLAN_DISABLE", "1")
+        monkeypatch.setenv("RANK", "3")
+        checks = {check["name"]: check for check in call_json(server, "doctor", status=1)["checks"]}
+        assert not checks["kill switch"]["ok"]
+        assert "MASTER_ADDR" in checks["group"]["found"]
+
+    def test_cache_that_cannot_be_written(self, server, monkeypatch, tmp_path):
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("BUCKETPLAN_CACHE", str(tmp_path / "file" / "cache"))
+        checks = {check["name"]: check for check in call_json(server, "doctor", status=1)["checks"]}
+        assert "cannot be written" in checks["cache"]["found"]
+
+
+class TestForm:
+    def test_unreachable_server_has_its_status(self):
+        assert "could not be reached" in call("http://127.0.0.1:9", "plans", status=3)
+
+    def test_address_that_is_none_is_wrong_usage(self):
+        call("ftp://server", "plans", status=2)
+
+    def test_every_command_answers_in_json_and_has_help(self):
+        commands: Sequence[Any] = list(typer.main.get_command(app).commands.values())  # type: ignore[attr-defined]
+        assert len(commands) >= 11
+        for command in commands:
+            assert any("--json" in parameter.opts for parameter in command.params), command.name
+            assert command.help
+
+    def test_names_are_text_and_never_markup(self, server, capsys):
+        from bucketplan_client.cli.output import table
+
+        table(("name",), [("[bold]x[/bold] \u202e",)], empty="")
+        assert "[bold]x[/bold]" in capsys.readouterr().out
