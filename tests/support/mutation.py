@@ -129,7 +129,8 @@ def _replace(rng: random.Random, holder: Any, key: Any) -> None:
 
 def _nudge(rng: random.Random, holder: Any, key: Any) -> None:
     if type(holder[key]) is int:
-        holder[key] += rng.choice((-1, 1))
+        # MessagePack itself ends at these two.
+        holder[key] = min(max(holder[key] + rng.choice((-1, 1)), -(2**63)), 2**64 - 1)
     elif isinstance(holder[key], str):
         holder[key] += "x"
     else:
