@@ -44,7 +44,7 @@ def _group(role: str, partitions: Sequence[Sequence[int]]) -> RankGroup:
     return next(_groups[(role, tuple(members))] for members in partitions if rank in members)
 
 
-def _sharded(*, expert_size: int | None = None) -> tuple[ShardedGraph, list[Any]]:
+def sharded_model(*, expert_size: int | None = None) -> tuple[ShardedGraph, list[Any]]:
     """The small model sharded over the world, experts over groups of `expert_size`, and this rank's inputs."""
     world, rank = dist.get_world_size(), dist.get_rank()
     size = expert_size or world
@@ -87,7 +87,7 @@ class _Lines(logging.Handler):
 
 def apply_from_server(address: str) -> dict[str, Any]:
     """One pass with plans of the server at `address`; what it did and whether results stayed as they were."""
-    graph, inputs = _sharded()
+    graph, inputs = sharded_model()
     with torch.no_grad():
         before = graph.gm(*inputs)
     lines = _Lines()
@@ -110,7 +110,7 @@ def apply_from_server(address: str) -> dict[str, Any]:
 
 def disagree(case: str, odd: int, expert_size: int | None = None) -> dict[str, Any]:
     """One pass in which rank `odd` differs as `case` says; what this rank raised, and whether its graph is intact."""
-    graph, _ = _sharded(expert_size=expert_size)
+    graph, _ = sharded_model(expert_size=expert_size)
     before = _nodes(graph.gm)
     is_odd = dist.get_rank() == odd
     plans: Any = LocalPlans()

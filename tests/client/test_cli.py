@@ -87,7 +87,10 @@ class TestReading:
         assert "unknown-attempt" in call(server, "job", "llama", "7", status=4)
 
     def test_events_and_their_verification(self, server):
-        assert "attempt" in call(server, "events")
+        text = call(server, "events")
+        assert "plan.created" in text
+        assert "first request" in text
+        assert "20" in text.splitlines()[1].split()[1]
         assert call_json(server, "events")["events"]
         assert "holds" in call(server, "verify", "--replay")
         assert call_json(server, "verify")["holds"] is True

@@ -367,7 +367,7 @@ def events(
     table(
         ("number", "when (UTC)", "kind", "actor", "reason"),
         (
-            (row.get("number"), moment(row.get("at_ns")), row.get("kind"), row.get("actor"), row.get("reason"))
+            (row.get("seq"), moment(row.get("at_ns")), row.get("kind"), row.get("actor"), row.get("reason"))
             for row in found["events"]
         ),
         empty="no events",
@@ -408,6 +408,24 @@ def doctor(context: typer.Context, as_json: AsJson = False) -> None:
 
 def _found(check: Check) -> str:
     return check.found if check.ok else f"{check.found}. {check.remedy}"
+
+
+@app.command()
+def calibrate(
+    name: Annotated[str, typer.Option(help="Name of the profile.")],
+    output: Annotated[Path | None, typer.Option(help="Write the profile here, as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write the plot here, as PNG.")] = None,
+    min_bytes: Annotated[int, typer.Option(help="Smallest full tensor.", min=4)] = 4_096,
+    max_bytes: Annotated[int, typer.Option(help="Largest full tensor.")] = 1 << 30,
+    repeats: Annotated[int, typer.Option(help="Timed repetitions of each size.", min=1)] = 20,
+    matrix_size: Annotated[int, typer.Option(help="Side of the matrices that compute rates use.", min=16)] = 4_096,
+) -> None:
+    """Measure this job's ranks and fit a hardware profile; start it on all of them with `torchrun --no-python`."""
+    from bucketplan_client.calibrate.__main__ import main as job
+
+    given = {"name": name, "output": output, "plot": plot, "min-bytes": min_bytes, "max-bytes": max_bytes}
+    given |= {"repeats": repeats, "matrix-size": matrix_size}
+    raise typer.Exit(job([f"--{key}={value}" for key, value in given.items() if value is not None]))
 
 
 def main() -> None:

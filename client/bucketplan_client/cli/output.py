@@ -81,9 +81,10 @@ def facts(pairs: Mapping[str, object]) -> None:
 
 def moment(nanoseconds: object) -> str:
     """Nanoseconds since 1970 as a time in UTC."""
-    if not isinstance(nanoseconds, int):
+    # JSON has integers above 2**53 as texts.
+    if not str(nanoseconds).isdecimal():
         return "-"
-    return datetime.fromtimestamp(nanoseconds // 1_000_000_000, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    return datetime.fromtimestamp(int(str(nanoseconds)) // 1_000_000_000, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _cell(value: object) -> str:
