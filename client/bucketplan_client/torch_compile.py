@@ -24,7 +24,7 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Self
 
 import torch._dynamo.config as dynamo_config
 import torch._inductor.config as inductor_config
@@ -115,7 +115,14 @@ def graph_phase(graph: fx.Graph) -> Literal["forward", "backward"]:
     return "forward"
 
 
-class BucketingPass(CustomGraphPass):
+class _InstalledPass(CustomGraphPass):
+    """A pass that stays itself when Inductor copies its options: it holds connections and locks."""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+
+class BucketingPass(_InstalledPass):
     """The pass of the post-grad hook; options as for `install`, which is how it is meant to be used.
 
     `graphs` lists the graphs that were compiled in this process; compile-cache hits leave no trace in it.
@@ -233,7 +240,7 @@ class BucketingPass(CustomGraphPass):
             self._on_graph(done)
 
 
-class ReshardPass(CustomGraphPass):
+class ReshardPass(_InstalledPass):
     """The pass of the joint hook: marks parameter gathers to be made again in the backward (`reshard.mark_gathers`)."""
 
     def __init__(
@@ -364,7 +371,7 @@ def _after(installed: Any, ours: CustomGraphPass) -> Any:
     return _InTurn(installed, ours)
 
 
-class _InTurn(CustomGraphPass):
+class _InTurn(_InstalledPass):
     """Two passes as one, for versions of torch that take a single pass only."""
 
     def __init__(self, first: Any, second: CustomGraphPass) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from dataclasses import replace
@@ -80,6 +81,10 @@ class TestInstall:
             with install(options=SIZE) as installed:
                 assert tuple(inductor_config.post_grad_custom_post_pass) == (other, installed.bucketing)
             assert inductor_config.post_grad_custom_post_pass is other
+
+    def test_copies_of_the_options_hold_the_same_pass(self):
+        with InMemoryPlanServer().client() as client, install(client, options=SIZE, epoch="e") as installed:
+            assert copy.deepcopy(inductor_config.post_grad_custom_post_pass) is installed.bucketing
 
     @pytest.mark.parametrize(
         ("option", "value"),
