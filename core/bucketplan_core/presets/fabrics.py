@@ -127,12 +127,8 @@ def a100_hdr(shape: GroupShape, passes: int) -> tuple[Protocol, ...] | None:
 
 
 def gloo_loopback(shape: GroupShape, passes: int) -> tuple[Protocol, ...] | None:
-    """gloo between processes of one host; see the preset's note for what was measured."""
+    """gloo between processes of one host: 620 us and 0.32 GB/s as measured for 2 ranks on a 2-core virtual machine, the
+    latency scaled by hops for more."""
     if shape.nodes != 1 or not 2 <= shape.size <= 8:
         return None
-    return (Protocol(passes * _GLOO_HOP_NS * (shape.size - 1) + _GLOO_BASE_NS, _GLOO_RATE),)
-
-
-_GLOO_BASE_NS = 60_000
-_GLOO_HOP_NS = 60_000
-_GLOO_RATE = 1_200
+    return (Protocol(passes * 620_000 * (shape.size - 1), _mb_per_s(320)),)

@@ -80,15 +80,15 @@ _A100 = Accelerator(
 )
 _TWO_CPU_CORES = Accelerator(
     flops_per_us=(
-        ("attention:bfloat16", 40_000),
-        ("attention:float32", 40_000),
-        ("matmul:bfloat16", 40_000),
-        ("matmul:float16", 40_000),
-        ("matmul:float32", 40_000),
-        ("matmul:float64", 20_000),
+        ("attention:bfloat16", 37_000),
+        ("attention:float32", 24_000),
+        ("matmul:bfloat16", 600),
+        ("matmul:float16", 600),
+        ("matmul:float32", 27_000),
+        ("matmul:float64", 13_000),
     ),
-    memory_bytes_per_us=6_000,
-    source="rounded from one 2-core x86 virtual machine; for tests and demonstrations, not to predict other hosts",
+    memory_bytes_per_us=9_400,
+    source="`bucketplan calibrate` on one busy 2-core x86 virtual machine; for tests and demonstrations only",
 )
 
 PRESETS: tuple[Preset, ...] = (
@@ -138,7 +138,7 @@ PRESETS: tuple[Preset, ...] = (
         fabric=gloo_loopback,
         trust="low: measure yours",
         covers="2 to 8 processes of one host",
-        source="rounded from `bucketplan calibrate` on 2 gloo ranks of one 2-core virtual machine",
+        source="all-gather of 2 ranks as `bucketplan calibrate` measured it on that machine; more ranks scaled by hops",
     ),
 )
 

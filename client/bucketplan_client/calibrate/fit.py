@@ -1,0 +1,141 @@
+"""From measured times to the protocols of a collective: a lower envelope of up to three straight lines.
+
+The cost model takes the least over protocols of alpha + bytes / rate. For every way to cut the sorted sizes into one,
+two or three runs a line is fitted to each run by least squares on relative errors; of the envelopes that are concave,
+the one with the least mean relative error is taken, and a further line only where it lowers that error by a fifth.
+Figures are rounded to two significant digits: repeated measurements do not agree any better, and every other digit
+would give new signatures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from statistics import fmean
+
+from bucketplan_core.cost import CollectiveModel
+from bucketplan_core.hardware import Protocol
+
+__all__ = ["FittedOp", "Sample", "fit_collective", "round_figure"]
+
+_MAX_LINES = 3
+_WORTH = 0.8
+_MAX_RATE = 2**50
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measured time of a collective whose full tensor has `full_bytes`."""
+
+    full_bytes: int
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class FittedOp:
+    """The protocols of one operation and their relative errors, (predicted - measured) / measured, by sample."""
+
+    op: str
+    group_size: int
+    protocols: tuple[Protocol, ...]
+    fitted: tuple[tuple[Sample, float], ...]
+    held_out: tuple[tuple[Sample, float], ...]
+
+    def predict_ns(self, full_bytes: int) -> int:
+        return CollectiveModel.of(self.op, self.group_size, self.protocols).time_ns(full_bytes)
+
+
+def fit_collective(op: str, group_size: int, samples: Sequence[Sample], held_out: Sequence[Sample] = ()) -> FittedOp:
+    """Fit `samples` and report the errors on them and on `held_out`, sizes that the fit has not seen.
+
+    Raises `ValueError` for fewer than two sizes.
+    """
+    ordered = sorted(samples, key=lambda sample: sample.full_bytes)
+    if len({sample.full_bytes for sample in ordered}) < 2:
+        raise ValueError("a fit needs samples of at least two sizes")
+    best: tuple[float, tuple[Protocol, ...]] | None = None
+    for num_lines in range(1, _MAX_LINES + 1):
+        found = [_envelope(op, group_size, ordered, cuts) for cuts in _cuts(len(ordered), num_lines)]
+        candidates = [
+            (fmean(abs(_error(op, group_size, protocols, sample)) for sample in ordered), protocols)
+            for protocols in found
+            if protocols is not None
+        ]
+        if not candidates:
+            continue
+        least = min(candidates, key=lambda candidate: candidate[0])
+        if best is None or least[0] < _WORTH * best[0]:
+            best = least
+    assert best is not None  # one line through two sizes always exists
+    protocols = best[1]
+    return FittedOp(
+        op=op,
+        group_size=group_size,
+        protocols=protocols,
+        fitted=tuple((sample, _error(op, group_size, protocols, sample)) for sample in ordered),
+        held_out=tuple((sample, _error(op, group_size, protocols, sample)) for sample in held_out),
+    )
+
+
+def round_figure(value: float) -> int:
+    """Two significant digits, at least 0."""
+    whole = max(round(value), 0)
+    if whole < 100:
+        return whole
+    scale: int = 10 ** (len(str(whole)) - 2)
+    return round(whole / scale) * scale
+
+
+def _cuts(count: int, num_lines: int) -> list[tuple[int, ...]]:
+    """Boundaries of `num_lines` runs of at least two samples each."""
+    inner = combinations(range(2, count - 1), num_lines - 1)
+    found = [(0, *cuts, count) for cuts in inner]
+    return [bounds for bounds in found if all(b - a >= 2 for a, b in pairwise(bounds))]
+
+
+def _envelope(
+    op: str, group_size: int, samples: Sequence[Sample], bounds: tuple[int, ...]
+) -> tuple[Protocol, ...] | None:
+    model = CollectiveModel.of(op, group_size, ())
+    lines = []
+    for start, end in pairwise(bounds):
+        line = _line([(s.full_bytes * model.numerator / model.denominator, s.time_ns) for s in samples[start:end]])
+        if line is None:
+            return None
+        lines.append(line)
+    # Lines of larger messages start higher and rise slower; another order would not be a lower envelope.
+    for (alpha, slope), (next_alpha, next_slope) in pairwise(lines):
+        if next_alpha < alpha or next_slope > slope:
+            return None
+    return tuple(Protocol(round_figure(alpha), _rate(slope)) for alpha, slope in lines)
+
+
+def _rate(slope_ns_per_byte: float) -> int:
+    if slope_ns_per_byte <= 1_000 / _MAX_RATE:
+        return _MAX_RATE
+    return min(max(round_figure(1_000 / slope_ns_per_byte), 1), _MAX_RATE)
+
+
+def _line(points: Sequence[tuple[float, int]]) -> tuple[float, float] | None:
+    """alpha and slope of least relative squares, neither below zero; None where all points are one size."""
+    weights = [1.0 / max(time, 1) ** 2 for _, time in points]
+    total = sum(weights)
+    mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
+    mean_t = sum(w * t for w, (_, t) in zip(weights, points, strict=True)) / total
+    spread = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
+    if not spread:
+        return None
+    slope = sum(w * (x - mean_x) * (t - mean_t) for w, (x, t) in zip(weights, points, strict=True)) / spread
+    if slope < 0:
+        return mean_t, 0.0
+    alpha = mean_t - slope * mean_x
+    if alpha < 0:
+        square = sum(w * x * x for w, (x, _) in zip(weights, points, strict=True))
+        return 0.0, sum(w * x * t for w, (x, t) in zip(weights, points, strict=True)) / square
+    return alpha, slope
+
+
+def _error(op: str, group_size: int, protocols: tuple[Protocol, ...], sample: Sample) -> float:
+    predicted = CollectiveModel.of(op, group_size, protocols).time_ns(sample.full_bytes)
+    return (predicted - sample.time_ns) / max(sample.time_ns, 1)
