@@ -73,7 +73,7 @@ def _collective(
 def collective_samples(
     op: str, sizes: Sequence[int], repeats: int, device: torch.device, group: dist.ProcessGroup | None
 ) -> list[Sample]:
-    """One sample a size, small to large. Rounds go through all sizes, so that what drifts falls on all of them alike."""
+    """One sample a size, small to large; rounds go through all sizes, so that what drifts falls on all alike."""
     calls = [_collective(op, size, device, group) for size in sizes]
     times: list[list[int]] = [[] for _ in sizes]
     for number in range(repeats + 1):

@@ -24,7 +24,8 @@ def report_lines(profile: MeasuredProfile, fits: Sequence[FittedOp]) -> list[str
     speeds = (figures.copy_bytes_per_us / 1_000, figures.memory_bytes_per_us / 1_000)
     lines = [
         f"profile {profile.name}: {shape.size} ranks on {shape.nodes} nodes, {profile.backend}, {profile.device}",
-        f"packing copies {speeds[0]:.2f} GB/s, memory {speeds[1]:.2f} GB/s, one launch {figures.launch_ns / 1_000:.1f} us",
+        f"packing copies {speeds[0]:.2f} GB/s, memory {speeds[1]:.2f} GB/s",
+        f"one launch {figures.launch_ns / 1_000:.1f} us",
         f"compute takes {figures.slowdown_permille / 10:.1f}% longer beside communication",
         "compute " + ", ".join(f"{name} {rate / 1_000:.1f} GFLOP/s" for name, rate in figures.flops_per_us),
     ]
