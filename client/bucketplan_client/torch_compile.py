@@ -146,6 +146,7 @@ class BucketingPass(_InstalledPass):
     ) -> None:
         """`reshard` is None, or what `ReshardPass` keeps gathered beside this pass; ranks must agree on that too."""
         self.graphs: list[RewrittenGraph] = []
+        self._warned = False
         self._plans = plans
         self._mode = mode
         self._on_error = on_error
@@ -231,8 +232,9 @@ class BucketingPass(_InstalledPass):
                 done.plan.digest[:12] if done.plan is not None else "none",
                 done.signature[:12],
             )
-        elif done.phase == "backward" and not any(found.num_candidates for found in self.graphs):
+        elif done.phase == "backward" and not self._warned and not any(found.num_candidates for found in self.graphs):
             # One forward without collectives is a fragment between graph breaks; a whole step without is a mistake.
+            self._warned = True
             _LOG.warning("%s graph: %s", done.phase, done.reason)
         else:
             _LOG.info("%s graph: %s", done.phase, done.reason)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from bucketplan_client.scopes import ModuleScope, build_module_bucket_plans
 from tests.support.simple_fsdp import shard
 
-__all__ = ["Built", "build"]
+__all__ = ["Block", "Built", "build", "tokens"]
 
 VOCABULARY = 32
 DIM = 16
