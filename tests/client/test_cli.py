@@ -145,6 +145,14 @@ class TestDoctor:
         assert "cannot be written" in checks["cache"]["found"]
 
 
+class TestCalibrate:
+    def test_measures_two_ranks_of_this_host_without_a_server(self, tmp_path):
+        small = ("--ranks", "2", "--max-bytes", "65536", "--repeats", "2", "--matrix-size", "64")
+        result = CliRunner().invoke(app, ["calibrate", "--name", "laptop", *small, "--json"])
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["name"] == "laptop"
+
+
 class TestForm:
     def test_unreachable_server_has_its_status(self):
         assert "could not be reached" in call("http://127.0.0.1:9", "plans", status=3)
@@ -154,7 +162,7 @@ class TestForm:
 
     def test_every_command_answers_in_json_and_has_help(self):
         commands: Sequence[Any] = list(typer.main.get_command(app).commands.values())  # type: ignore[attr-defined]
-        assert len(commands) >= 11
+        assert len(commands) == 12
         for command in commands:
             assert any("--json" in parameter.opts for parameter in command.params), command.name
             assert command.help

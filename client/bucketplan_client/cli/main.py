@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from bucketplan_client.cli.calibrate import calibrate
 from bucketplan_client.cli.doctor import Check, examine
 from bucketplan_client.cli.output import (
     EXIT_CODES,
@@ -406,26 +407,11 @@ def doctor(context: typer.Context, as_json: AsJson = False) -> None:
         raise typer.Exit(EXIT_NEGATIVE)
 
 
+app.command()(calibrate)
+
+
 def _found(check: Check) -> str:
     return check.found if check.ok else f"{check.found}. {check.remedy}"
-
-
-@app.command()
-def calibrate(
-    name: Annotated[str, typer.Option(help="Name of the profile.")],
-    output: Annotated[Path | None, typer.Option(help="Write the profile here, as JSON.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write the plot here, as PNG.")] = None,
-    min_bytes: Annotated[int, typer.Option(help="Smallest full tensor.", min=4)] = 4_096,
-    max_bytes: Annotated[int, typer.Option(help="Largest full tensor.")] = 1 << 30,
-    repeats: Annotated[int, typer.Option(help="Timed repetitions of each size.", min=1)] = 20,
-    matrix_size: Annotated[int, typer.Option(help="Side of the matrices that compute rates use.", min=16)] = 4_096,
-) -> None:
-    """Measure this job's ranks and fit a hardware profile; start it on all of them with `torchrun --no-python`."""
-    from bucketplan_client.calibrate.__main__ import main as job
-
-    given = {"name": name, "output": output, "plot": plot, "min-bytes": min_bytes, "max-bytes": max_bytes}
-    given |= {"repeats": repeats, "matrix-size": matrix_size}
-    raise typer.Exit(job([f"--{key}={value}" for key, value in given.items() if value is not None]))
 
 
 def main() -> None:
