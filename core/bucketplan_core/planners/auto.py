@@ -46,7 +46,8 @@ def default_budget_bytes(cost: CostModel, as_traced: Trial | None = None) -> int
 
 def trial_as_traced(cost: CostModel) -> Trial:
     """Every candidate alone where it stood."""
-    found = Workbench(cost, None).evaluate([(m,) for m in range(len(cost.request.candidates))], ORIGINAL)
+    alone = [(m,) for lane in cost.request.lanes for m in lane.members]
+    found = Workbench(cost, None).evaluate(alone, ORIGINAL)
     assert found is not None  # the original schedule is legal by construction of requests
     return found
 

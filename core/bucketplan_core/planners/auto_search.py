@@ -68,7 +68,7 @@ class Search:
     def run(self) -> Trial | None:
         """The best trial within the budget of memory, None where there is none."""
         if self.as_traced is not None:
-            self._seen.add((tuple(sorted(self.as_traced.groups)), self.as_traced.rule))
+            self._seen.add((self.as_traced.groups, self.as_traced.rule))
             self._consider(self.as_traced)
         main: Rule = ORIGINAL if self.placement == "original" else _AHEAD
         self._try([(m,) for m in range(len(self.bench.request.candidates))], main)
@@ -94,7 +94,9 @@ class Search:
         return self.best is not None and self.best.step_ns <= self.bound_ns + self.bound_ns // _FINEST_GAP
 
     def _try(self, groups: Sequence[tuple[int, ...]], rule: Rule, *, below_ns: int | None = None) -> Trial | None:
-        canonical = tuple(sorted(groups))
+        # A named placement breaks ties inside a gap by the order of its buckets, so there the order is part of the
+        # trial.
+        canonical = tuple(sorted(groups)) if isinstance(rule, Ahead) else tuple(groups)
         if (canonical, rule) in self._seen:
             return None
         self._seen.add((canonical, rule))
