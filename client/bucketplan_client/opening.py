@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import random
 import socket
 import time
 import uuid
@@ -27,6 +26,7 @@ from bucketplan_client.environment import disabled_by_environment, job_from_envi
 from bucketplan_client.errors import ClientError, CorruptAnswer, OpeningAborted, ServerUnreachable, Where
 from bucketplan_client.evidence import Evidence, abort_process
 from bucketplan_client.fallback import DEFAULT_DEADLINE_S, AttemptPlans
+from bucketplan_client.jitter import uniform
 from bucketplan_client.membership import GroupLike, is_distributed, members_of, this_rank
 from bucketplan_client.opening_protocol import (
     AskServer,
@@ -317,7 +317,7 @@ def _perform(step: Any, job: str, client: PlanClient | None, cache: PlanCache | 
         case LoadEpoch(epoch_id):
             return _load_epoch(cache, job, epoch_id)
         case Sleep(most_s):
-            time.sleep(random.uniform(0.0, most_s))
+            time.sleep(uniform(0.0, most_s))
             return None
     raise AssertionError(f"unknown step {step!r}")
 

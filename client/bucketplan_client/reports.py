@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import queue
-import random
 import threading
 from urllib.parse import quote
 
 from bucketplan_client.errors import ClientError
+from bucketplan_client.jitter import uniform
 from bucketplan_client.transport import PlanClient
 from bucketplan_core.attempt import RankReport
 
@@ -51,7 +51,7 @@ class Reporter:
 
     def _run(self) -> None:
         while (report := self._waiting.get()) is not None:
-            self._closing.wait(random.uniform(0.0, _SPREAD_S))
+            self._closing.wait(uniform(0.0, _SPREAD_S))
             batch = [report]
             last = False
             while not self._waiting.empty() and not last:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-import random
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -31,6 +30,7 @@ from bucketplan_client.errors import (
     ServerUnreachable,
     Where,
 )
+from bucketplan_client.jitter import uniform
 from bucketplan_client.lean_httpx import httpx
 from bucketplan_core.errors import DecodeError, SignatureMismatch
 from bucketplan_core.plan import Plan
@@ -385,11 +385,12 @@ class _FullJitter(tenacity.wait.wait_base):
 
     def __init__(self, call: _Call) -> None:
         self._call = call
-        self._jitter = tenacity.wait_random_exponential(multiplier=_BACKOFF_FIRST_S, max=_BACKOFF_MOST_S)
+        self._bound = tenacity.wait_exponential(multiplier=_BACKOFF_FIRST_S, max=_BACKOFF_MOST_S)
 
     def __call__(self, retry_state: tenacity.RetryCallState) -> float:
         left_s = self._call.ends - time.monotonic() - _asked_s(retry_state)
-        return _asked_s(retry_state) + max(0.0, min(self._jitter(retry_state), random.uniform(0, max(0.0, left_s))))
+        jitter_s = uniform(0.0, self._bound(retry_state))
+        return _asked_s(retry_state) + max(0.0, min(jitter_s, uniform(0.0, max(0.0, left_s))))
 
 
 class _NoTimeLeft(tenacity.stop.stop_base):
