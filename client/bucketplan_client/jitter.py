@@ -1,7 +1,7 @@
 """Randomness for spreading load, apart from the job's.
 
-A training script seeds Python's global generator so that its data comes in the same order every time; a client that drew
-from it, from background threads at that, would change what the job computes.
+A training script seeds Python's global generator so that its data comes in the same order every time; a client that
+drew from it, from background threads at that, would change what the job computes.
 """
 
 from __future__ import annotations
