@@ -1,0 +1,46 @@
+"""The snippets of the top README run as they are written, on two gloo ranks that ask a real server."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.support.gloo_pool import gloo_pool
+from tests.support.paths import ROOT
+from tests.support.server import running_server
+
+RANKS = "tests.support.readme_ranks"
+SECTION = (ROOT / "README.md").read_text().partition("## Put it into your job")[2].partition("\n## ")[0]
+SNIPPETS = re.findall(r"^\*\*(.+?)\*\*.*?```python\n(.*?)```", SECTION, re.MULTILINE | re.DOTALL)
+BY_TITLE = {title.rstrip("."): code for title, code in SNIPPETS}
+
+
+@pytest.fixture
+def address(tmp_path):
+    with running_server(tmp_path) as server:
+        yield server.url
+
+
+def test_every_way_in_has_a_snippet():
+    assert set(BY_TITLE) == {"Plain torch.compile", "torchtitan", "HyperParallel", "Your own fx pass"}
+    for title, code in BY_TITLE.items():
+        compile(code, title, "exec")
+
+
+@pytest.mark.timeout(900)
+def test_the_snippet_for_torch_compile_trains_as_without(address):
+    for result in gloo_pool(2).run(f"{RANKS}:under_compile", BY_TITLE["Plain torch.compile"], address, timeout_s=800.0):
+        eager, planned = result["losses"]
+        assert planned == pytest.approx(eager, rel=1e-5)
+        assert result["worst_gradient"] < 1e-5
+        before, after = result["launches"]
+        assert sum(after.values()) < sum(before.values())
+
+
+def test_the_snippet_for_an_own_pass_trains_as_without(address, capfd):
+    for result in gloo_pool(2).run(f"{RANKS}:own_pass", BY_TITLE["Your own fx pass"], address):
+        unbucketed, bucketed = result["losses"]
+        assert bucketed == unbucketed
+        before, after = result["launches"]
+        assert after < before
