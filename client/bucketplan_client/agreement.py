@@ -20,7 +20,6 @@ from typing import Any
 from bucketplan_client.errors import AgreementError, RankFailed, RanksDisagree, RanksMissing, Where
 from bucketplan_client.protocol import Exchange, GetMany, Now, Protocol, Put, PutOnce, Wait, exchange, members_digest
 from bucketplan_client.store import JobStore, drive
-from bucketplan_core.diff import first_difference
 from bucketplan_core.errors import BucketplanError
 from bucketplan_core.request import Request
 from bucketplan_core.wire import WireValue, pack, unpack
@@ -206,6 +205,8 @@ def _difference(report: Report, group: GroupView, verdict: dict[str, WireValue],
 
 def describe_difference(one: bytes, other: bytes, rank: int, other_rank: int) -> str:
     """The first field in which two encoded requests differ, with both values, in words."""
+    from bucketplan_core.diff import first_difference  # only jobs that disagree load it
+
     try:
         first = first_difference(Request.decode(one), Request.decode(other))
     except BucketplanError as error:

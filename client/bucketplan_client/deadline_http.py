@@ -11,11 +11,16 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpcore
 
-from bucketplan_client.lean_httpx import httpx
+from bucketplan_client import lean_httpx
+
+if TYPE_CHECKING:
+    import httpx
+else:
+    httpx = lean_httpx.load()
 
 __all__ = ["DeadlineTransport", "deadline"]
 

@@ -1,18 +1,34 @@
-"""httpx without its command line.
+"""httpx, loaded when it is first used, and without its command line.
 
-Importing httpx imports its command line where the packages for it happen to be installed: Click, Rich and Pygments,
-more than httpx itself costs, in every training process. Imported from here it leaves them out until ``httpx.main`` is
-called.
+It is half of what importing this client would cost, and a rank without a server needs none of it. Importing httpx
+imports its command line too where the packages for it happen to be installed: Click, Rich and Pygments, more than httpx
+itself costs, in every training process. Loaded from here it leaves them out until ``httpx.main`` is called.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["httpx"]
+__all__ = ["httpx", "load"]
 
 _NAME = "httpx._main"
+
+
+def load() -> ModuleType:
+    """The real httpx."""
+    if "httpx" in sys.modules:
+        # Loaded by somebody else, or by another thread at this moment: the import system makes us wait for it.
+        return importlib.import_module("httpx")
+    stand_in = ModuleType(_NAME)
+    stand_in.main = _main  # type: ignore[attr-defined]
+    sys.modules[_NAME] = stand_in
+    try:
+        return importlib.import_module("httpx")
+    finally:
+        sys.modules.pop(_NAME, None)
 
 
 def _main() -> None:
@@ -21,13 +37,14 @@ def _main() -> None:
     main()
 
 
-_lean = "httpx" not in sys.modules
-if _lean:
-    _stand_in = ModuleType(_NAME)
-    _stand_in.main = _main  # type: ignore[attr-defined]
-    sys.modules[_NAME] = _stand_in
-try:
+class _Lazy(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(load(), name)
+        setattr(self, name, value)
+        return value
+
+
+if TYPE_CHECKING:
     import httpx
-finally:
-    if _lean:
-        del sys.modules[_NAME]
+else:
+    httpx = _Lazy("httpx")

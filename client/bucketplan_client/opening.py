@@ -51,7 +51,6 @@ from bucketplan_core.epoch import Epoch
 from bucketplan_core.errors import BucketplanError, DecodeError
 from bucketplan_core.fields import Fields
 from bucketplan_core.plan import Plan
-from bucketplan_core.planners import current_version, find_planner
 from bucketplan_core.request import CAPTURE_VERSION, SCHEMA_VERSION
 from bucketplan_core.wire import WireValue, digest_of, pack
 
@@ -62,7 +61,6 @@ __all__ = ["Attempt", "open_attempt"]
 
 _LOG = logging.getLogger(__name__)
 
-_DEFAULTS = Options(strategy="size", planner=current_version("size"))
 _MAX_OVERRIDES = 10_000
 _openings = itertools.count()
 
@@ -188,7 +186,7 @@ def uuid_of(outcome: Outcome) -> str:
     if outcome.opened is None:
         return digest_of(pack({"mode": "unbucketed"}))
     epoch = outcome.opened.epoch
-    own_profile = outcome.source == "local" and find_planner(epoch.options.planner).uses_profile
+    own_profile = outcome.source == "local" and _uses_profile(epoch.options.planner)
     return digest_of(
         pack(
             {
@@ -200,6 +198,18 @@ def uuid_of(outcome: Outcome) -> str:
             }
         )
     )
+
+
+def _uses_profile(version: str) -> bool:
+    from bucketplan_core.planners import find_planner
+
+    return find_planner(version).uses_profile
+
+
+def _defaults() -> Options:
+    from bucketplan_core.planners import current_version
+
+    return Options(strategy="size", planner=current_version("size"))
 
 
 def open_attempt(
@@ -217,7 +227,7 @@ def open_attempt(
     plan_s: float = DEFAULT_DEADLINE_S,
     store: Store | None = None,
     cache: PlanCache | None = None,
-    defaults: Options = _DEFAULTS,
+    defaults: Options | None = None,
     disabled: bool | None = None,
     rank: int | None = None,
     name: str | None = None,
@@ -227,12 +237,12 @@ def open_attempt(
 
     `groups` are this rank's groups that hold parameters, by role. `participants` are the ranks that share such a group,
     directly or through others: one pipeline stage, not the world, where there are stages (default: all ranks).
-    `options` are planning options that the user fixes; the server's defaults, or `defaults` without a server, complete
-    them. With `client` None there is no server. The outcome is one of: a commit, no buckets at all (`Attempt.bucketed`
-    is False), or `OpeningAborted` on every rank. `on_unavailable` says which where the server cannot be reached and not
-    every rank holds an epoch of this job in its `cache`. `disabled` defaults to ``BUCKETPLAN_DISABLE``; one rank is
-    enough. `plan_s` bounds one look for a plan at the server. `name` tells this opening from others on the same store;
-    by default the calls of each process are counted.
+    `options` are planning options that the user fixes; the server's defaults, or `defaults` (`size`) without a
+    server, complete them. With `client` None there is no server. The outcome is one of: a commit, no buckets at all
+    (`Attempt.bucketed` is False), or `OpeningAborted` on every rank. `on_unavailable` says which where the server
+    cannot be reached and not every rank holds an epoch of this job in its `cache`. `disabled` defaults to
+    ``BUCKETPLAN_DISABLE``; one rank is enough. `plan_s` bounds one look for a plan at the server. `name` tells this
+    opening from others on the same store; by default the calls of each process are counted.
 
     Raises `OpeningAborted` naming missing or odd ranks, and `StoreFailed`; both within `deadline_s` plus `server_s` and
     a few seconds.
@@ -248,7 +258,7 @@ def open_attempt(
         job=job,
         participants=ranks,
         nonce=uuid.uuid4().hex,
-        defaults=defaults,
+        defaults=defaults or _defaults(),
         mode=mode,
         deadline_s=deadline_s,
         server_s=server_s,

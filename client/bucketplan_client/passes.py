@@ -29,8 +29,6 @@ from bucketplan_core.collectives import Options
 from bucketplan_core.groups import group_digests
 from bucketplan_core.legality import check_decision
 from bucketplan_core.plan import Plan
-from bucketplan_core.planners import current_version
-from bucketplan_core.planning import make_plan
 from bucketplan_core.profile import CostProfile
 from bucketplan_core.request import Request
 
@@ -56,6 +54,8 @@ class LocalPlans:
     """Plans made in this process. The same bytes as a server's for planners that use no cost profile."""
 
     def plan(self, request: Request, profile: CostProfile | None = None) -> Plan:
+        from bucketplan_core.planning import make_plan
+
         return make_plan(request, profile)
 
     def __repr__(self) -> str:
@@ -133,6 +133,8 @@ class FsdpBucketingPass:
             **options,
         }
         if attempt.plans is None or attempt.options is None:
+            from bucketplan_core.planners import current_version
+
             skipped = cls(LocalPlans(), options=Options(strategy="none", planner=current_version("none")), **bound)
             skipped._skipped = f"the attempt runs without buckets: {attempt.reason}"
             return skipped

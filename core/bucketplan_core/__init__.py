@@ -1,11 +1,32 @@
-"""Data model, signature, legality and planners of bucketplan: needs neither torch nor a web framework."""
+"""Data model, signature, legality and planners of bucketplan: needs neither torch nor a web framework.
 
-from bucketplan_core.collectives import Candidate, FixedCollective, Group, Options
-from bucketplan_core.errors import BucketplanError
-from bucketplan_core.plan import Plan
-from bucketplan_core.planning import make_plan
-from bucketplan_core.profile import CostProfile
-from bucketplan_core.request import Request
+Each name is loaded from its module when it is first used, so that a rank which fetches its plans loads no planner.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bucketplan_core.collectives import Candidate, FixedCollective, Group, Options
+    from bucketplan_core.errors import BucketplanError
+    from bucketplan_core.plan import Plan
+    from bucketplan_core.planning import make_plan
+    from bucketplan_core.profile import CostProfile
+    from bucketplan_core.request import Request
+
+_HOMES = {
+    "BucketplanError": "errors",
+    "Candidate": "collectives",
+    "CostProfile": "profile",
+    "FixedCollective": "collectives",
+    "Group": "collectives",
+    "Options": "collectives",
+    "Plan": "plan",
+    "Request": "request",
+    "make_plan": "planning",
+}
 
 __all__ = [
     "BucketplanError",
@@ -18,3 +39,16 @@ __all__ = [
     "Request",
     "make_plan",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 from typing import TypeVar
 
 from bucketplan_core.collectives import (
@@ -130,7 +131,7 @@ def rows_from_columns(row: type[Row], columns: Mapping[str, Sequence[object]], l
 
     The constructor of a frozen class sets every field by a call of its own: five times the time of the whole decoding.
     """
-    rows = [object.__new__(row) for _ in range(length)]
+    rows = list(map(object.__new__, repeat(row, length)))
     for name, column in columns.items():
         deque(map(row.__dict__[name].__set__, rows, column), maxlen=0)
     return tuple(rows)

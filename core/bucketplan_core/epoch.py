@@ -15,7 +15,6 @@ from itertools import pairwise
 from bucketplan_core.collectives import Options
 from bucketplan_core.errors import DecodeError
 from bucketplan_core.fields import Fields
-from bucketplan_core.planners import current_version
 from bucketplan_core.request import CAPTURE_VERSION
 from bucketplan_core.wire import WireValue, digest_of, pack, unpack
 
@@ -168,6 +167,8 @@ def complete_options(given: Mapping[str, WireValue], defaults: Options, *, path:
     """
     tree = {**defaults.to_wire(), **given}
     if "strategy" in given and "planner" not in given and given["strategy"] != defaults.strategy:
+        from bucketplan_core.planners import current_version  # the planners are the heavy part of core
+
         # Read with the default strategy first, so that a bad value is refused by its own name.
         asked = Options.read(Fields({**tree, "planner": f"{given['strategy']!s}/0"}, path))
         return replace(asked, planner=current_version(asked.strategy))

@@ -7,16 +7,17 @@ the simulator live in the assessment, which may be recomputed and is never compa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
 from bucketplan_core.columns import MAX_CANDIDATES, MAX_FIXED, rows_from_columns
 from bucketplan_core.errors import DecodeError, SignatureMismatch
 from bucketplan_core.fields import Fields
 from bucketplan_core.request import SCHEMA_VERSION
-from bucketplan_core.wire import WireValue, digest_of, pack, unpack
+from bucketplan_core.wire import WireValue, digest_of, pack, unpack, unpack_for_reader
 
 __all__ = ["REWRITES", "Bucket", "Decision", "Plan", "Step", "StepOp"]
 
@@ -71,6 +72,17 @@ class Decision:
     steps: tuple[Step, ...]
     profile: str | None = None
 
+    def __getattr__(self, name: str) -> Any:
+        # What was decoded holds checked columns; the thousands of rows are made for whoever reads them.
+        make_rows = self.__dict__.get(f"_make_{name}")
+        if make_rows is None:
+            if name in self.__dict__:
+                return self.__dict__[name]  # another thread has just made them
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        rows = self.__dict__[name] = make_rows()
+        self.__dict__.pop(f"_make_{name}", None)
+        return rows
+
     @cached_property
     def encoded(self) -> bytes:
         return pack(self.to_wire())
@@ -101,7 +113,10 @@ class Decision:
     @classmethod
     def decode(cls, data: bytes, path: str = "decision") -> Decision:
         """Read canonical bytes; raises `DecodeError` with the field's path. Legality is checked elsewhere."""
-        decision = cls.from_wire(unpack(data, root=path), path)
+        try:
+            decision = cls.from_wire(unpack_for_reader(data), path)
+        except DecodeError:
+            decision = cls.from_wire(unpack(data, root=path), path)
         decision.__dict__["encoded"] = data
         return decision
 
@@ -110,12 +125,13 @@ class Decision:
         """Read a decoded tree; raises `DecodeError` with the field's path below `path`."""
         fields = Fields(tree, path)
         fields.schema((SCHEMA_VERSION,))
-        decision = cls(
+        decision = object.__new__(cls)
+        decision.__dict__.update(
             signature=fields.digest("signature"),
             planner=fields.name("planner"),
             profile=fields.optional_digest("profile"),
-            buckets=_buckets_from_wire(fields.submap("buckets")),
-            steps=_steps_from_wire(fields.submap("steps")),
+            _make_buckets=_buckets_from_wire(fields.submap("buckets")),
+            _make_steps=_steps_from_wire(fields.submap("steps")),
         )
         fields.finish()
         return decision
@@ -203,7 +219,8 @@ class Plan:
         return plan
 
 
-def _buckets_from_wire(fields: Fields) -> tuple[Bucket, ...]:
+def _buckets_from_wire(fields: Fields) -> Callable[[], tuple[Bucket, ...]]:
+    """Check every column; the rows are made by what is returned."""
     n = fields.column_length("id", limit=MAX_CANDIDATES)
     columns: dict[str, Sequence[object]] = {
         "id": fields.column_str("id", n),
@@ -212,15 +229,20 @@ def _buckets_from_wire(fields: Fields) -> tuple[Bucket, ...]:
         "rewrite": fields.column_str("rewrite", n, choices=REWRITES),
     }
     fields.finish()
-    return rows_from_columns(Bucket, columns, n)
+    return partial(rows_from_columns, Bucket, columns, n)
 
 
-def _steps_from_wire(fields: Fields) -> tuple[Step, ...]:
+def _steps_from_wire(fields: Fields) -> Callable[[], tuple[Step, ...]]:
+    """Check every column; the rows are made by what is returned."""
     n = fields.column_length("gap", limit=2 * (MAX_CANDIDATES + MAX_FIXED))
     columns: dict[str, Sequence[object]] = {
         "gap": fields.column_int("gap", n),
-        "op": list(map(_OPS.__getitem__, fields.column_int("op", n, high=max(StepOp)))),
+        "op": fields.column_int("op", n, high=max(StepOp)),
         "target": fields.column_int("target", n),
     }
     fields.finish()
-    return rows_from_columns(Step, columns, n)
+    return partial(_steps, columns, n)
+
+
+def _steps(columns: Mapping[str, Sequence[Any]], length: int) -> tuple[Step, ...]:
+    return rows_from_columns(Step, {**columns, "op": list(map(_OPS.__getitem__, columns["op"]))}, length)

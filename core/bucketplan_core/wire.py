@@ -31,6 +31,7 @@ __all__ = [
     "pack",
     "to_json",
     "unpack",
+    "unpack_for_reader",
 ]
 
 WireValue: TypeAlias = "None | bool | int | str | bytes | Sequence[WireValue] | Mapping[str, WireValue]"
@@ -100,6 +101,21 @@ def unpack(data: bytes, *, root: str = _ROOT) -> WireValue:
     return _unpack_with_paths(data, root)
 
 
+def unpack_for_reader(data: bytes) -> WireValue:
+    """`unpack` for a reader that checks type and range of everything in every list, as columns are read by `Fields`.
+
+    A third of the time of reading a plan was spent on looking at each entry twice. Raises `DecodeError` without a path
+    for what is not canonical, and leaves entries of lists to the reader; `unpack` names what is wrong.
+    """
+    try:
+        tree = msgpack.unpackb(data, raw=False, strict_map_key=True)
+        if _is_clean(tree, 0, into_lists=False) and msgpack.packb(tree, use_bin_type=True) == data:
+            return cast(WireValue, tree)
+    except (ValueError, TypeError, RecursionError, OverflowError, msgpack.UnpackException):
+        pass
+    raise DecodeError(_ROOT, f"{len(data)} bytes", "not a canonical document")
+
+
 def _unpack_with_paths(data: bytes, root: str) -> WireValue:
     """What `unpack` guarantees, at a quarter of its speed; finds the path of whatever is wrong."""
     try:
@@ -159,7 +175,7 @@ def _json_integer(text: str) -> int | _Refused:
     return int(text) if len(text) <= _INT_CHARACTERS else _Refused(text, _OUTSIDE)
 
 
-def _is_clean(tree: Any, depth: int) -> bool:
+def _is_clean(tree: Any, depth: int, *, into_lists: bool = True) -> bool:
     """Whether `tree`, as parsed, holds sorted string keys and allowed values only; whole lists are checked at once."""
     kind = type(tree)
     if depth > MAX_DEPTH:
@@ -168,26 +184,34 @@ def _is_clean(tree: Any, depth: int) -> bool:
         keys = list(tree)
         if set(map(type, keys)) - _ONLY_TEXT or any(map(ge, keys, keys[1:])):
             return False
-        return all(_is_clean(item, depth + 1) for item in tree.values())
+        return all(_is_clean(item, depth + 1, into_lists=into_lists) for item in tree.values())
     if kind is list:
+        if not into_lists:
+            return True
         kinds = set(map(type, tree))
         if kinds <= _LEAVES:
-            return depth < MAX_DEPTH and _in_range(tree, kinds)
+            return depth < MAX_DEPTH and _below_limit(tree, kinds)
         if kinds == _ONLY_LISTS:
             inner = list(chain.from_iterable(tree))
             inner_kinds = set(map(type, inner))
             if inner_kinds <= _LEAVES:
-                return depth + 1 < MAX_DEPTH and _in_range(inner, inner_kinds)
+                return depth + 1 < MAX_DEPTH and _below_limit(inner, inner_kinds)
         return all(_is_clean(item, depth + 1) for item in tree)
     return kind in _LEAVES and (kind is not int or MIN_INT <= tree <= MAX_INT)
 
 
+def _below_limit(items: list[Any], kinds: set[type]) -> bool:
+    """Whether no integer among `items`, leaves all, is above 63 bits; MessagePack has none below -2**63."""
+    return int not in kinds or max(_integers(items, kinds)) <= MAX_INT
+
+
 def _in_range(items: list[Any], kinds: set[type]) -> bool:
     """Whether the integers among `items`, leaves all, fit 64 bits with a sign."""
-    if int not in kinds:
-        return True
-    integers = items if len(kinds) == 1 else [item for item in items if type(item) is int]
-    return min(integers) >= MIN_INT and max(integers) <= MAX_INT
+    return int not in kinds or (min(_integers(items, kinds)) >= MIN_INT and _below_limit(items, kinds))
+
+
+def _integers(items: list[Any], kinds: set[type]) -> list[int]:
+    return items if len(kinds) == 1 else [item for item in items if type(item) is int]
 
 
 def _plain(value: Any, path: str, depth: int, *, integer_texts: bool = False) -> WireValue:
