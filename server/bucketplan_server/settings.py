@@ -1,7 +1,8 @@
-"""Every setting, each an environment variable `BUCKETPLAN_<NAME>` and a flag of `bucketplan-server serve`."""
+"""Every setting: an environment variable `BUCKETPLAN_<NAME>`, a flag of `bucketplan-server serve`, or a secret file."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +17,10 @@ from bucketplan_core.errors import BucketplanError, DecodeError
 from bucketplan_core.planners import current_version
 from bucketplan_core.wire import from_json
 
-__all__ = ["Settings", "SettingsError", "load_settings"]
+__all__ = ["SECRETS_VARIABLE", "Settings", "SettingsError", "load_settings"]
+
+SECRETS_VARIABLE = "BUCKETPLAN_SECRETS_DIR"
+"""Names a folder of files `BUCKETPLAN_<NAME>` (in any case), each with the value of one setting."""
 
 
 class SettingsError(Exception):
@@ -120,9 +124,18 @@ def _read_options(text: str) -> Options:
 
 
 def load_settings(**flags: object) -> Settings:
-    """Settings from flags, then environment, then defaults; raises `SettingsError` naming what is wrong."""
+    """Settings from flags, then environment, then files of `BUCKETPLAN_SECRETS_DIR`, then defaults.
+
+    Raises `SettingsError` naming what is wrong.
+    """
+    given: dict[str, object] = {name: value for name, value in flags.items() if value is not None}
+    folder = os.environ.get(SECRETS_VARIABLE) or None
+    if folder is not None and not Path(folder).is_dir():
+        raise SettingsError(f"{SECRETS_VARIABLE}: {folder} is not a folder; mount the secrets there or unset it")
     try:
-        settings = Settings(**{name: value for name, value in flags.items() if value is not None})  # type: ignore[arg-type]
+        settings = Settings(**(given | {"_secrets_dir": folder}))  # type: ignore[arg-type]
+    except OSError as error:
+        raise SettingsError(f"{SECRETS_VARIABLE}: {error.filename} cannot be read: {error.strerror}") from None
     except ValidationError as error:
         lines = [f"{_names(str(problem['loc'][0]))}: {problem['msg']}" for problem in error.errors()]
         raise SettingsError("; ".join(lines)) from None

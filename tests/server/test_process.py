@@ -91,6 +91,18 @@ class TestSettings:
         with pytest.raises(SettingsError, match=named):
             load_settings(**flags)
 
+    def test_a_secret_is_read_from_a_file_and_the_environment_wins(self, monkeypatch, tmp_path):
+        (tmp_path / "bucketplan_database").write_text("postgresql://user:word@host/name\n")
+        monkeypatch.setenv("BUCKETPLAN_SECRETS_DIR", str(tmp_path))
+        assert load_settings().database == "postgresql://user:word@host/name"
+        monkeypatch.setenv("BUCKETPLAN_DATABASE", "other.db")
+        assert load_settings().database == "other.db"
+
+    def test_a_folder_of_secrets_that_is_missing_is_named(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("BUCKETPLAN_SECRETS_DIR", str(tmp_path / "absent"))
+        with pytest.raises(SettingsError, match=r"BUCKETPLAN_SECRETS_DIR: .*absent is not a folder"):
+            load_settings()
+
     def test_other_machines_are_served_only_when_told(self):
         assert load_settings(host="0.0.0.0", allow_anonymous=True).host == "0.0.0.0"
 
