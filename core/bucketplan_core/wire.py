@@ -94,7 +94,7 @@ def unpack(data: bytes, *, root: str = _ROOT) -> WireValue:
         tree = msgpack.unpackb(data, raw=False, strict_map_key=True)
         # The parser keeps keys in the order in which they came, and a repeated key shrinks the map: with sorted keys
         # and nothing foreign in it, only a canonical document is written back as the same bytes.
-        if _is_clean(tree, 0) and msgpack.packb(tree, use_bin_type=True) == data:
+        if _is_clean(tree, 0) and msgpack.packb(tree, use_bin_type=True, strict_types=True) == data:
             return cast(WireValue, tree)
     except (ValueError, TypeError, RecursionError, OverflowError, msgpack.UnpackException):
         pass  # the slow way names what is wrong
@@ -109,7 +109,7 @@ def unpack_for_reader(data: bytes) -> WireValue:
     """
     try:
         tree = msgpack.unpackb(data, raw=False, strict_map_key=True)
-        if _is_clean(tree, 0, into_lists=False) and msgpack.packb(tree, use_bin_type=True) == data:
+        if _is_clean(tree, 0, into_lists=False) and msgpack.packb(tree, use_bin_type=True, strict_types=True) == data:
             return cast(WireValue, tree)
     except (ValueError, TypeError, RecursionError, OverflowError, msgpack.UnpackException):
         pass

@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tests.support.paths import BUILD
@@ -32,14 +34,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from bucketplan_client.compiled_attempt import install_attempt
+from bucketplan_client.fallback import AttemptPlans
 from bucketplan_client.opening import open_attempt
 from bucketplan_client.torch_compile import Installation, install
 from bucketplan_client.transport import PlanClient
 from bucketplan_core.collectives import Options
+from bucketplan_core.plan import Plan
+from bucketplan_core.profile import CostProfile
+from bucketplan_core.request import Request
 from tests.support import compile_models
 from tests.support.simple_fsdp import full_gradients
 
-__all__ = ["SIZE", "compare", "fully_sharded", "warm_and_cold"]
+__all__ = ["SIZE", "compare", "fully_sharded", "start"]
 
 SIZE = Options(strategy="size", planner="size/1", placement="scheduled")
 _COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single")
@@ -157,44 +163,74 @@ def worst_difference(one: Step, other: Step) -> float:
     return worst
 
 
-def warm_and_cold(folder: str) -> dict[str, Any]:
-    """Compile into an empty cache; again from it; with one rank's cache gone; and under plans of another epoch.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """One start of a job: its rank's compile cache is `folder`/rank; sequence lengths may differ between starts.
 
-    Sequence lengths differ between the second and the third: under dynamic shapes a cache entry made at one length
-    serves the other, so a plan must not depend on it.
+    Under dynamic shapes a cache entry made at one length serves another, so a plan must not depend on it. `without` is
+    a rank whose cache is gone. With `between` rank 1 gets its first plan only when `between`/go is there, and rank 0
+    makes `between`/first when it has its own.
     """
+
+    folder: str
+    address: str
+    job: str
+    length: int = 8
+    without: int | None = None
+    between: str | None = None
+
+
+def start(fields: dict[str, Any]) -> dict[str, Any]:
+    """Open an attempt at the server and train one step of the smallest model under its plans."""
+    given = Start(**fields)
     rank = dist.get_rank()
     before = os.environ["TORCHINDUCTOR_CACHE_DIR"]
-    mine = os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/rank{rank}"
+    mine = os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{given.folder}/rank{rank}"
+    if rank == given.without:
+        shutil.rmtree(mine)
     built = compile_models.build("smallest")
-    found: dict[str, Any] = {}
+    torch._dynamo.reset()
+    counters.clear()
+    batch = (compile_models.tokens(length=given.length),)
     try:
-        for name, length, options in (
-            ("cold", 8, SIZE),
-            ("warm", 8, SIZE),
-            ("one cold", 12, SIZE),
-            ("other plan", 12, replace(SIZE, bucket_cap_bytes=1, first_bucket_cap_bytes=1)),
-        ):
-            if name == "one cold":
-                dist.barrier()
-                if rank == 1:
-                    shutil.rmtree(mine)
-            torch._dynamo.reset()
-            counters.clear()
-            batch = (compile_models.tokens(length=length),)
-            eager = step(built.model, batch, built.model)
-            with install(options=options, roles=built.roles, on_error="raise") as installed:
+        eager = step(built.model, batch, built.model)
+        groups = {role: name for name, role in built.roles.items()}
+        with open_attempt(
+            PlanClient(given.address, deadline_s=5.0), groups=groups, job=given.job, plan_s=5.0
+        ) as opened:
+            if given.between is not None and opened.plans is not None:
+                _hold(opened.plans, Path(given.between), rank)
+            with install_attempt(opened, roles=built.roles, on_error="raise") as installed:
                 compiled = step(torch.compile(built.model, dynamic=True), batch, built.model)
-            found[name] = {
+            return {
+                "uuid": opened.uuid,
                 "hits": counters["aot_autograd"]["autograd_cache_hit"],
-                "graphs": facts_of(installed),
+                "plans": {
+                    graph.phase: (graph.signature, graph.plan.digest) for graph in installed.graphs if graph.plan
+                },
+                "taken": dict(opened.plans.taken) if opened.plans is not None else {},
                 "launches": compiled.launches,
                 "worst_gradient": worst_difference(eager, compiled),
             }
     finally:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
         torch._dynamo.reset()
-    return found
+
+
+def _hold(plans: AttemptPlans, between: Path, rank: int) -> None:
+    take = plans.plan
+
+    def held(request: Request, profile: CostProfile | None = None) -> Plan:
+        deadline = time.monotonic() + 300.0
+        while rank == 1 and not (between / "go").exists():
+            assert time.monotonic() < deadline, "nobody said go"
+            time.sleep(0.05)
+        plan = take(request, profile)
+        if rank == 0:
+            (between / "first").touch()
+        return plan
+
+    plans.plan = held  # type: ignore[method-assign]
 
 
 def fully_sharded() -> dict[str, Any]:
