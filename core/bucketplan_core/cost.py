@@ -82,7 +82,12 @@ class CollectiveModel:
     def time_ns(self, full_bytes: int) -> int:
         """Nanoseconds for a full tensor of `full_bytes`."""
         scaled = full_bytes * self.numerator * 1_000
-        return min(p.alpha_ns + ceil_div(scaled, self.denominator * p.bytes_per_us) for p in self.protocols)
+        best = -1
+        for protocol in self.protocols:
+            time = protocol.alpha_ns - (-scaled // (self.denominator * protocol.bytes_per_us))
+            if best < 0 or time < best:
+                best = time
+        return best
 
     def times_ns(self, full_bytes: Int64Array) -> Int64Array:
         """`time_ns` of each entry, exactly: the byte count is split so that no product leaves int64."""
@@ -205,8 +210,7 @@ class CostModel:
     @cached_property
     def full_bytes(self) -> tuple[int, ...]:
         """Bytes of each candidate's unsharded tensor."""
-        pairs = zip(self.request.candidates, self.input_bytes, self.output_bytes, strict=True)
-        return tuple(output if c.is_gather else inputs for c, inputs, output in pairs)
+        return self.request.full_bytes
 
     @cached_property
     def live_at_gap(self) -> Int64Array:
@@ -237,13 +241,13 @@ class CostModel:
 
     def bucket(self, members: Sequence[int]) -> BucketCost:
         """The times of the bucket of these candidates, all of one lane."""
-        candidates = self.request.candidates
-        full = sum(self.full_bytes[m] for m in members)
-        comm = self.lane_models[self.lane_of[members[0]]].time_ns(full)
+        model = self.lane_models[self.lane_of[members[0]]]
         if len(members) == 1:
-            return BucketCost(comm, self.hardware.launch_ns, 0)
-        packed = sum(self.input_bytes[m] for m in members)
-        unpacked = full if candidates[members[0]].is_gather else 0
+            return BucketCost(model.time_ns(self.full_bytes[members[0]]), self.hardware.launch_ns, 0)
+        full = sum([self.full_bytes[m] for m in members])
+        comm = model.time_ns(full)
+        packed = sum([self.input_bytes[m] for m in members])
+        unpacked = full if self.request.candidates[members[0]].is_gather else 0
         return BucketCost(comm, self.hardware.launch_ns + self.copy_ns(packed), self.copy_ns(unpacked))
 
     def copies_ns(self, num_bytes: Int64Array) -> Int64Array:

@@ -184,6 +184,20 @@ class Request:
                 found[member] = number
         return tuple(found)
 
+    @cached_property
+    def full_bytes(self) -> tuple[int, ...]:
+        """Bytes of each candidate's unsharded tensor; shapes are multiplied out once."""
+        return tuple(candidate.full_bytes for candidate in self.candidates)
+
+    @cached_property
+    def lane_places(self) -> tuple[int, ...]:
+        """Every candidate's place in the order of its lane, from 0."""
+        found = [0] * len(self.candidates)
+        for lane in self.lanes:
+            for place, member in enumerate(lane.members):
+                found[member] = place
+        return tuple(found)
+
     def lane_position(self, index: int) -> tuple[int, int]:
         """Sort key of lane order: gathers by first use, reductions by readiness, then as launched."""
         candidate = self.candidates[index]

@@ -22,6 +22,7 @@ __all__ = [
     "Placement",
     "Unschedulable",
     "arrange",
+    "arrange_events",
     "decide",
     "legalize",
     "place_original",
@@ -77,9 +78,9 @@ def decide(
 
     Raises `Unschedulable` for placements that have no order; `legalize` returns such as have one.
     """
-    steps = arrange(request, placements)
+    steps = arrange_events(request, placements)
     lanes, lane_of = request.lanes, request.lane_of
-    order = [step.target for step in steps if step.op is StepOp.LAUNCH]
+    order = [target for _, op, target in steps if op == StepOp.LAUNCH]
     renumbered = {old: new for new, old in enumerate(order)}
     count_in_lane: dict[int, int] = {}
     buckets = []
@@ -102,7 +103,7 @@ def decide(
         profile=profile,
         buckets=tuple(buckets),
         steps=tuple(
-            Step(step.gap, step.op, renumbered[step.target]) if step.op <= StepOp.WAIT else step for step in steps
+            Step(gap, _OPS[op], renumbered[target] if op <= StepOp.WAIT else target) for gap, op, target in steps
         ),
     )
 
@@ -118,7 +119,7 @@ def legalize(request: Request, buckets: Members, place: Place) -> list[Placement
     while True:
         try:
             placements = place(request, current)
-            arrange(request, placements)
+            arrange_events(request, placements)
             return placements
         except Unschedulable as conflict:
             blamed = {index for index in conflict.buckets if len(current[index]) > 1}
@@ -164,21 +165,43 @@ class _Constraints:
     """What holds for each bucket as a whole, by its position: the joint window and the buckets that feed it."""
 
     def __init__(self, request: Request, buckets: Members) -> None:
-        num_candidates = len(request.candidates)
-        self.members = [[request.candidates[member] for member in bucket] for bucket in buckets]
-        self.earliest_launch = [max(c.earliest_launch for c in members) for members in self.members]
-        self.latest_launch = [min(c.latest_launch for c in members) for members in self.members]
-        self.latest_wait = [min(c.latest_wait for c in members) for members in self.members]
-        self.first: list[Candidate] = [min(members, key=lambda c: c.launch_order) for members in self.members]
+        candidates = request.candidates
+        num_candidates = len(candidates)
+        self.earliest_launch: list[int] = []
+        self.latest_launch: list[int] = []
+        self.latest_wait: list[int] = []
+        self.first: list[Candidate] = []
+        self.feeders: list[set[int]] = [set() for _ in buckets]
+        edges: list[tuple[int, int]] = []
+        for index, bucket in enumerate(buckets):
+            first = candidates[bucket[0]]
+            opens, closes, due = first.earliest_launch, first.latest_launch, first.latest_wait
+            for member in bucket:
+                c = candidates[member]
+                opens = max(opens, c.earliest_launch)
+                closes = min(closes, c.latest_launch)
+                due = min(due, c.latest_wait)
+                if c.launch_order < first.launch_order:
+                    first = c
+                if c.depends_on:
+                    edges += [(index, edge) for edge in c.depends_on]
+            self.earliest_launch.append(opens)
+            self.latest_launch.append(closes)
+            self.latest_wait.append(due)
+            self.first.append(first)
+        if edges or request.fixed:
+            self._join(request, buckets, edges, num_candidates)
+
+    def _join(self, request: Request, buckets: Members, edges: Sequence[tuple[int, int]], num_candidates: int) -> None:
+        """What edges to and from other collectives add: feeders, and windows that fixed ones close."""
         bucket_of = {member: index for index, bucket in enumerate(buckets) for member in bucket}
-        self.feeders: list[set[int]] = []
-        for index, members in enumerate(self.members):
-            edges = [edge for candidate in members for edge in candidate.depends_on]
-            self.feeders.append({bucket_of[edge] for edge in edges if edge < num_candidates})
-            for edge in edges:
-                fed_at = request.fixed[edge - num_candidates].wait if edge >= num_candidates else None
-                if fed_at is not None and fed_at > self.earliest_launch[index]:
-                    self.earliest_launch[index] = fed_at
+        for index, edge in edges:
+            if edge < num_candidates:
+                self.feeders[index].add(bucket_of[edge])
+                continue
+            fed_at = request.fixed[edge - num_candidates].wait
+            if fed_at is not None and fed_at > self.earliest_launch[index]:
+                self.earliest_launch[index] = fed_at
         for fixed in request.fixed:
             for edge in fixed.depends_on:
                 if edge < num_candidates and fixed.launch < self.latest_wait[bucket_of[edge]]:
@@ -194,6 +217,8 @@ class _Constraints:
             for feeder in feeders:
                 followers.setdefault(feeder, []).append(index)
         ready = [(self.first[index].launch_order, index) for index, count in enumerate(waiting) if not count]
+        if not followers:
+            return [index for _, index in sorted(ready)]
         heapq.heapify(ready)
         order: list[int] = []
         while ready:
@@ -308,9 +333,9 @@ def _lane_neighbours(request: Request, buckets: Members) -> tuple[dict[int, int]
         by_lane.setdefault(request.lane_of[members[0]], []).append(index)
     ahead_of: dict[int, int] = {}
     next_of: dict[int, int] = {}
-    prefetch = request.options.prefetch
+    prefetch, places = request.options.prefetch, request.lane_places
     for lane in by_lane.values():
-        lane.sort(key=lambda index: min(map(request.lane_position, buckets[index])))
+        lane.sort(key=lambda index: min([places[member] for member in buckets[index]]))
         next_of |= dict(pairwise(lane))
         if prefetch:
             ahead_of |= dict(zip(lane[prefetch:], lane, strict=False))
@@ -323,6 +348,11 @@ def arrange(request: Request, placements: Sequence[Placement]) -> tuple[Step, ..
     Inside a gap an event comes after what it depends on; among those free to go the least key comes first, at equal
     keys launches before waits, then by position. Raises `Unschedulable` naming the buckets that cannot be ordered.
     """
+    return tuple(Step(gap, _OPS[op], target) for gap, op, target in arrange_events(request, placements))
+
+
+def arrange_events(request: Request, placements: Sequence[Placement]) -> list[tuple[int, int, int]]:
+    """`arrange` as plain (gap, op, target), for those who try many placements."""
     events = _Events(request, placements)
     if events.misplaced:
         raise Unschedulable(events.misplaced, "a result would be waited for after a launch that needs it")
@@ -341,7 +371,12 @@ def arrange(request: Request, placements: Sequence[Placement]) -> tuple[Step, ..
         if stuck:
             raise Unschedulable(stuck, "buckets wait for each other")
         order = [number for numbers in by_gap.values() for number in numbers]
-    return tuple(Step(events.gaps[number], events.ops[number], events.targets[number]) for number in order)
+    gaps, ops, targets = events.gaps, events.ops, events.targets
+    return [(gaps[number], ops[number], targets[number]) for number in order]
+
+
+_OPS = tuple(StepOp)
+_LAUNCH, _WAIT = int(StepOp.LAUNCH), int(StepOp.WAIT)
 
 
 class _Events:
@@ -353,7 +388,7 @@ class _Events:
     def __init__(self, request: Request, placements: Sequence[Placement]) -> None:
         self.gaps: list[int] = []
         self.keys: list[int] = []
-        self.ops: list[StepOp] = [StepOp.LAUNCH, StepOp.WAIT] * len(placements)
+        self.ops: list[int] = [_LAUNCH, _WAIT] * len(placements)
         self.targets: list[int] = [index for index in range(len(placements)) for _ in range(2)]
         self.edges: list[tuple[int, int]] = []
         self.wishes: dict[int, int] = {}
@@ -365,11 +400,13 @@ class _Events:
             for member in placement.members:
                 wait_of[member] = 2 * index + 1
         fixed_launch = self._add_fixed(request, wait_of)
+        candidates = request.candidates
         for index, placement in enumerate(placements):
             launch = 2 * index
-            self._precede(launch, launch + 1)
+            if placement.launch >= placement.wait:
+                self._precede(launch, launch + 1)
             for member in placement.members:
-                for edge in request.candidates[member].depends_on:
+                for edge in candidates[member].depends_on:
                     self._precede(wait_of[edge], launch)
             if placement.after is not None and placements[placement.after].wait == placement.launch:
                 self.wishes[launch] = 2 * placement.after + 1
@@ -392,7 +429,7 @@ class _Events:
                 launches[index] = number
             self.gaps.append(gap)
             self.keys.append(_FIRST if key is None else key)
-            self.ops.append(op)
+            self.ops.append(int(op))
             self.targets.append(index)
         return launches
 
@@ -403,14 +440,22 @@ class _Events:
             self.misplaced.update(self._owners((before, behind)))
 
     def _owners(self, numbers: Iterable[int]) -> list[int]:
-        return [self.targets[number] for number in numbers if self.ops[number] <= StepOp.WAIT]
+        return [self.targets[number] for number in numbers if self.ops[number] <= _WAIT]
 
     def by_key(self) -> list[int]:
-        """All events by gap, key, operation and position."""
-        return [
-            row[-1]
-            for row in sorted(zip(self.gaps, self.keys, self.ops, self.targets, range(len(self.gaps)), strict=True))
-        ]
+        """All events by gap, key, operation and position; launches that wish to follow a wait right behind it.
+
+        Such a launch has the least of all keys, so it is what goes next once that wait is over.
+        """
+        numbers = range(len(self.gaps))
+        if not self.wishes:
+            return [row[-1] for row in sorted(zip(self.gaps, self.keys, self.ops, self.targets, numbers, strict=True))]
+        keys, ops, targets = list(self.keys), list(self.ops), list(self.targets)
+        for launch, wait in self.wishes.items():
+            if keys[launch] == _FIRST:
+                keys[launch], ops[launch], targets[launch] = self.keys[wait], self.ops[wait], self.targets[wait]
+        behind = [number in self.wishes for number in numbers]
+        return [row[-1] for row in sorted(zip(self.gaps, keys, ops, targets, behind, numbers, strict=True))]
 
     def out_of_order(self, order: Sequence[int]) -> list[int]:
         """Gaps in which `order` breaks an edge or a wish."""

@@ -185,14 +185,14 @@ def run_steps(cost: CostModel, costs: Sequence[BucketCost], streams: Sequence[in
     gaps: list[tuple[int, int, int]] = []
     after: list[int] = []
     now = at = arrived = 0
+    # Until when compute is slowed down. A stream is busy from now until it is free, without a hole: what it runs was
+    # launched before now.
+    slowed_until = 0
 
     def advance(now: int, work: int) -> int:
-        if not permille or not work:
+        if slowed_until <= now:
             return now + work
-        # A stream is busy from now until it is free, without a hole: what it runs was launched before now.
-        busy = max(free) - now
-        if busy <= 0:
-            return now + work
+        busy = slowed_until - now
         stretched = work * (1_000 + permille)
         if stretched <= busy * 1_000:
             return now - (-stretched // 1_000)
@@ -201,16 +201,19 @@ def run_steps(cost: CostModel, costs: Sequence[BucketCost], streams: Sequence[in
     for gap, op, target in steps:
         if gap != at:
             gaps.append((at, arrived, now))
-            now = arrived = advance(now, prefix[gap] - prefix[at])
+            work = prefix[gap] - prefix[at]
+            now = arrived = advance(now, work) if slowed_until > now else now + work
             at = gap
         if op == _LAUNCH:
             one = costs[target]
-            now = advance(now, one.launch_ns)
+            now = advance(now, one.launch_ns) if slowed_until > now else now + one.launch_ns
             stream = streams[target]
             start = free[stream]
             if start < now:
                 start = now
             end = free[stream] = start + one.comm_ns
+            if permille and end > slowed_until:
+                slowed_until = end
             launched[target] = (now, start, end)
         elif op == _WAIT:
             end = launched[target][2]
@@ -219,13 +222,16 @@ def run_steps(cost: CostModel, costs: Sequence[BucketCost], streams: Sequence[in
                 now = end
             else:
                 waited[target] = (now, 0)
-            now = advance(now, costs[target].wait_ns)
+            wait_ns = costs[target].wait_ns
+            now = advance(now, wait_ns) if slowed_until > now else now + wait_ns
         elif op == _FIXED_LAUNCH:
             stream = cost.fixed_streams[target]
             start = max(now, free[stream]) if stream >= 0 else now
             end = start + cost.fixed_ns[target]
             if stream >= 0:
                 free[stream] = end
+                if permille and end > slowed_until:
+                    slowed_until = end
             fixed_launched[target] = (now, start, end)
         else:
             end = fixed_launched[target][2]
@@ -281,9 +287,9 @@ def _trace(cost: CostModel, decision: Decision, run: Run) -> tuple[TraceEvent, .
 def buffers_of(cost: CostModel, members: Sequence[int]) -> Buffers:
     """What the bucket of these candidates holds, by the table above."""
     candidates = cost.request.candidates
-    inputs = sum(cost.input_bytes[m] for m in members)
-    outputs = sum(cost.output_bytes[m] for m in members)
     alone = len(members) == 1
+    inputs = cost.input_bytes[members[0]] if alone else sum([cost.input_bytes[m] for m in members])
+    outputs = cost.output_bytes[members[0]] if alone else sum([cost.output_bytes[m] for m in members])
     if candidates[members[0]].is_gather:
         return Buffers(inputs + outputs, 0, 0 if alone else outputs, inputs if alone else inputs + outputs)
     held = sum(cost.input_bytes[m] for m in members if held_inputs(candidates[m]))
@@ -297,10 +303,12 @@ def memory_curve(cost: CostModel, buffers: Sequence[Buffers], steps: Steps) -> M
     taken = [0] * len(steps)
     given = [0] * len(steps)
     for number, (_, op, target) in enumerate(steps):
-        if op == _LAUNCH:
-            taken[number], given[number] = buffers[target].taken_at_launch, buffers[target].given_at_launch
-        elif op == _WAIT:
-            taken[number], given[number] = buffers[target].taken_at_wait, buffers[target].given_at_wait
+        if op <= _WAIT:
+            held = buffers[target]
+            if op == _LAUNCH:
+                taken[number], given[number] = held.taken_at_launch, held.given_at_launch
+            else:
+                taken[number], given[number] = held.taken_at_wait, held.given_at_wait
     freed = as_int64(given)
     after = np.cumsum(as_int64(taken) - freed)
     at = np.array([gap for gap, _, _ in steps], dtype=np.int64)

@@ -22,29 +22,17 @@ from itertools import pairwise
 import numpy as np
 
 from bucketplan_core.cost import CostModel, Int64Array, as_int64
+from bucketplan_core.planners.auto_exact import obstacles_to_exactness
 
-__all__ = ["MAX_EXACT_MEMBERS", "exact_gather_conditions", "exact_gather_lane"]
+__all__ = ["exact_gather_conditions", "exact_gather_lane"]
 
-MAX_EXACT_MEMBERS = 4_000
 _INFEASIBLE = 2**61
 
 
 def exact_gather_conditions(cost: CostModel, lane_index: int) -> list[str]:
     """What keeps the recurrence from being the simulator's truth for this lane; empty where it is exact."""
-    request = cost.request
-    lane = request.lanes[lane_index]
-    members = [request.candidates[m] for m in lane.members]
-    reasons = []
-    if len(request.lanes) > 1:
-        reasons.append("other lanes share its stream or hold up compute")
-    if request.fixed:
-        reasons.append("fixed collectives hold up its stream or compute")
-    if cost.hardware.slowdown_permille:
-        reasons.append("communication in flight slows compute down")
-    if any(c.depends_on for c in members):
-        reasons.append("members depend on other collectives")
-    if len(members) > MAX_EXACT_MEMBERS:
-        reasons.append(f"more than {MAX_EXACT_MEMBERS} members")
+    members = [cost.request.candidates[m] for m in cost.request.lanes[lane_index].members]
+    reasons = obstacles_to_exactness(cost, lane_index)
     if any(a.latest_wait > b.latest_wait for a, b in pairwise(members)):
         reasons.append("waits are not in lane order")
     if any(c.latest_launch < c.latest_wait for c in members):

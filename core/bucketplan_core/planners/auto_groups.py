@@ -13,7 +13,8 @@ exact for that sum among runs of at most `MAX_RUN` members; longer runs are merg
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from bucketplan_core.cost import CostModel, Int64Array, as_int64
 from bucketplan_core.planners.auto_place import backward_gap
 from bucketplan_core.request import Request
 
-__all__ = ["MAX_RUN", "LaneRuns", "block_of", "by_block", "cap_groups", "small_and_large"]
+__all__ = ["MAX_RUN", "LaneRuns", "Windows", "block_of", "by_block", "cap_groups", "small_and_large"]
 
 MAX_RUN = 128
 """Members of one run that the recurrence considers; the table of a lane holds MAX_RUN entries a member."""
@@ -29,10 +30,22 @@ _INFEASIBLE = 2**60
 _BLOCK = re.compile(r"(?:^|.*?[._])(?:layers|blocks?|h|layer|stages?|experts)[._]\d+")
 
 
+class Windows:
+    """By candidate: the gap from which on it may be launched, the backward pass considered, and the last gap for it."""
+
+    def __init__(self, request: Request) -> None:
+        floor = backward_gap(request)
+        self.closes = [min(c.latest_launch, c.latest_wait) for c in request.candidates]
+        self.opens = [
+            max(c.earliest_launch, min(floor, limit)) if c.kind == "fsdp_all_gather_backward" else c.earliest_launch
+            for c, limit in zip(request.candidates, self.closes, strict=True)
+        ]
+
+
 class LaneRuns:
     """All runs of up to `MAX_RUN` members of a sequence of one lane's candidates, with their costs."""
 
-    def __init__(self, cost: CostModel, members: Sequence[int]) -> None:
+    def __init__(self, cost: CostModel, windows: Windows, members: Sequence[int]) -> None:
         self.members = tuple(members)
         self._cost = cost
         n = len(members)
@@ -51,7 +64,7 @@ class LaneRuns:
             copies = copies + cost.copies_ns(self.sizes)
         copies[:, 0] = 0
         self._held = copies + cost.hardware.launch_ns
-        self._fits = self._real & _windows_fit(cost.request, members, width)
+        self._fits = self._real & _windows_fit(windows, members, width)
         self.span = self._spans(width)
 
     def _spans(self, width: int) -> Int64Array:
@@ -62,33 +75,64 @@ class LaneRuns:
         spans: Int64Array = np.abs(at[:, None] - at[np.minimum(self._starts, len(at) - 1)])
         return spans
 
-    def partition(self, price_of: Mapping[int, int], *, span_ns: int | None = None) -> list[tuple[int, ...]]:
-        """The cheapest partition at these member prices; ties take fewer buckets. `span_ns` bounds a run's `span`."""
+    def partitions(
+        self, price_of: Mapping[int, int], spans_ns: Sequence[int | None]
+    ) -> Iterator[list[tuple[int, ...]]]:
+        """The cheapest partition at these member prices for each bound of a run's `span`, of which none may ascend.
+
+        Ties take fewer buckets. What stays within the next bound as well is the cheapest there, too.
+        """
+        keyed = self._keyed(price_of)
+        bounds: list[int] | None = None
+        for span_ns in spans_ns:
+            if bounds is None or not self._within(bounds, span_ns):
+                bounds = self._cheapest(keyed, span_ns)
+            runs = [self.members[a:b] for a, b in pairwise(bounds)]
+            yield self._merge_long(runs, price_of, span_ns) if self._starts.shape[1] < len(self.members) else runs
+
+    def _keyed(self, price_of: Mapping[int, int]) -> Int64Array:
+        """Cost of every run at these prices, times a scale, plus one: least cost first, then fewest runs."""
         n = len(self.members)
         prices = as_int64([price_of[m] for m in self.members])
-        total = np.cumsum(np.insert(prices, 0, 0))
-        ends = np.arange(1, n + 1)[:, None]
-        mean = (total[ends] - total[self._starts]) // np.maximum(ends - self._starts, 1)
+        if (prices == prices[0]).all():
+            mean = prices[:1, None]
+        else:
+            total = np.cumsum(np.insert(prices, 0, 0))
+            ends = np.arange(1, n + 1)[:, None]
+            mean = (total[ends] - total[self._starts]) // np.maximum(ends - self._starts, 1)
         cost = self._held + self.comm * mean // 1_000
-        fits = self._fits if span_ns is None else self._fits & (self.span <= span_ns)
-        fits = fits.copy()
-        fits[:, 0] = True
-        scale = n + 1
-        keyed = np.where(fits, cost * scale + 1, _INFEASIBLE)
-        best = np.zeros(n + 1, dtype=np.int64)
+        keyed: Int64Array = np.where(self._fits, cost * (n + 1) + 1, _INFEASIBLE)
+        return keyed
+
+    def _within(self, bounds: Sequence[int], span_ns: int | None) -> bool:
+        return span_ns is None or all(
+            b - a == 1 or int(self.span[b - 1, b - a - 1]) <= span_ns for a, b in pairwise(bounds)
+        )
+
+    def _cheapest(self, keyed: Int64Array, span_ns: int | None) -> list[int]:
+        n, width = keyed.shape
+        if span_ns is not None:
+            keyed = np.where(self._near(span_ns), keyed, _INFEASIBLE)
+        # behind[n - k] is the least for the first k members, so that those before `end` stand in one slice.
+        behind = np.zeros(n + 1, dtype=np.int64)
         taken = [0] * (n + 1)
-        width = keyed.shape[1]
+        totals = np.empty(width, dtype=np.int64)
         for end in range(1, n + 1):
             reach = min(width, end)
-            totals = keyed[end - 1, :reach] + best[end - reach : end][::-1]
-            run = int(totals.argmin())
-            best[end] = totals[run]
-            taken[end] = run + 1
+            here = totals[:reach]
+            np.add(keyed[end - 1, :reach], behind[n - end + 1 : n - end + 1 + reach], out=here)
+            run = here.argmin()
+            behind[n - end] = here[run]
+            taken[end] = int(run) + 1
         bounds = [n]
         while bounds[-1]:
             bounds.append(bounds[-1] - taken[bounds[-1]])
-        runs = [self.members[a:b] for a, b in zip(bounds[::-1], bounds[-2::-1], strict=False)]
-        return self._merge_long(runs, price_of, span_ns) if width < n else runs
+        return bounds[::-1]
+
+    def _near(self, span_ns: int) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+        near = self.span <= span_ns
+        near[:, 0] = True
+        return near
 
     def _merge_long(
         self, runs: list[tuple[int, ...]], price_of: Mapping[int, int], span_ns: int | None
@@ -119,27 +163,18 @@ class LaneRuns:
 
 
 def _windows_fit(
-    request: Request, members: Sequence[int], width: int
+    windows: Windows, members: Sequence[int], width: int
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
     """Whether the run of each length that ends at each member can be launched and waited for together."""
-    candidates = [request.candidates[m] for m in members]
-    floor = backward_gap(request)
-    limits = [min(c.latest_launch, c.latest_wait) for c in candidates]
-    opens = as_int64(
-        [
-            max(c.earliest_launch, min(floor, limit)) if c.kind == "fsdp_all_gather_backward" else c.earliest_launch
-            for c, limit in zip(candidates, limits, strict=True)
-        ]
-    )
-    closes = as_int64(limits)
+    opened, closed = as_int64([windows.opens[m] for m in members]), as_int64([windows.closes[m] for m in members])
+    opens, closes = opened.copy(), closed.copy()
     n = len(members)
     fits = np.zeros((n, width), dtype=bool)
-    opened, closed = opens.copy(), closes.copy()
-    for length in range(1, width + 1):
+    fits[:, 0] = True
+    for length in range(2, width + 1):
+        opened[length - 1 :] = np.maximum(opened[length - 1 :], opens[: n - length + 1])
+        closed[length - 1 :] = np.minimum(closed[length - 1 :], closes[: n - length + 1])
         fits[length - 1 :, length - 1] = (opened <= closed)[length - 1 :]
-        if length < width:
-            opened[length:] = np.maximum(opened[length:], opens[: n - length])
-            closed[length:] = np.minimum(closed[length:], closes[: n - length])
     return fits
 
 
@@ -158,26 +193,20 @@ def small_and_large(cost: CostModel, members: Sequence[int], prices: Mapping[int
     return small, large
 
 
-def cap_groups(cost: CostModel, members: Sequence[int], cap_bytes: int) -> list[tuple[int, ...]]:
+def cap_groups(cost: CostModel, windows: Windows, members: Sequence[int], cap_bytes: int) -> list[tuple[int, ...]]:
     """Runs of at most `cap_bytes` whole bytes that can be launched together; what stands above the cap stays alone."""
-    request = cost.request
-    floor = backward_gap(request)
     groups: list[list[int]] = []
     size = opens = closes = 0
     for member in members:
-        c = request.candidates[member]
-        limit = min(c.latest_launch, c.latest_wait)
-        opened = (
-            max(c.earliest_launch, min(floor, limit)) if c.kind == "fsdp_all_gather_backward" else c.earliest_launch
-        )
-        together = (max(opens, opened), min(closes, limit))
-        if groups and size + cost.full_bytes[member] <= cap_bytes and together[0] <= together[1]:
+        full = cost.full_bytes[member]
+        opened, closed = windows.opens[member], windows.closes[member]
+        if groups and size + full <= cap_bytes and max(opens, opened) <= min(closes, closed):
             groups[-1].append(member)
-            size += cost.full_bytes[member]
-            opens, closes = together
+            size += full
+            opens, closes = max(opens, opened), min(closes, closed)
         else:
             groups.append([member])
-            size, opens, closes = cost.full_bytes[member], opened, limit
+            size, opens, closes = full, opened, closed
     return [tuple(group) for group in groups]
 
 
@@ -189,7 +218,7 @@ def block_of(request: Request, member: int) -> str:
     return found.group(0) if found else name.partition(".")[0]
 
 
-def by_block(cost: CostModel, members: Sequence[int]) -> list[tuple[int, ...]]:
+def by_block(cost: CostModel, windows: Windows, members: Sequence[int]) -> list[tuple[int, ...]]:
     """Runs of neighbours of one block."""
     groups: list[list[int]] = []
     previous: str | None = None
@@ -200,4 +229,4 @@ def by_block(cost: CostModel, members: Sequence[int]) -> list[tuple[int, ...]]:
         else:
             groups.append([member])
         previous = block
-    return [run for group in groups for run in cap_groups(cost, group, 2**62)]
+    return [run for group in groups for run in cap_groups(cost, windows, group, 2**62)]

@@ -24,7 +24,7 @@ from bucketplan_core.request import Request
 from bucketplan_core.schedule import (
     Placement,
     Unschedulable,
-    arrange,
+    arrange_events,
     legalize,
     place_original,
     place_scheduled,
@@ -79,13 +79,23 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One evaluated plan: `run` by bucket of `buckets`, which go as `placements`."""
+    """One evaluated plan: `run` by bucket of `buckets`, which go as `placements` or, without these, by the gaps.
+
+    Waits in `early` come before the launches of their gap.
+    """
 
     rule: Rule
     buckets: tuple[Bucket, ...]
-    placements: tuple[Placement, ...]
+    launches: Sequence[int]
+    waits: Sequence[int]
     run: Run
     peak_bytes: int
+    early: frozenset[int] = frozenset()
+    named: tuple[Placement, ...] = ()
+
+    @property
+    def placements(self) -> Sequence[Placement]:
+        return self.named or _placements(self.buckets, self.launches, self.waits, self.early)
 
     @property
     def step_ns(self) -> int:
@@ -130,6 +140,10 @@ class Workbench:
             for source in fixed.depends_on:
                 self._before_fixed[source] = min(self._before_fixed.get(source, fixed.launch), fixed.launch)
         self._has_edges = any(c.depends_on for c in cost.request.candidates) or bool(self._before_fixed)
+        self._due = [
+            min(c.latest_wait, self._before_fixed.get(index, c.latest_wait))
+            for index, c in enumerate(cost.request.candidates)
+        ]
 
     def bucket(self, members: tuple[int, ...]) -> Bucket:
         """The bucket of these candidates (all of one lane), computed once."""
@@ -139,35 +153,37 @@ class Workbench:
         return found
 
     def _describe(self, members: tuple[int, ...]) -> Bucket:
-        candidates = [self.request.candidates[m] for m in members]
-        lane = self.cost.lane_of[members[0]]
-        kind = candidates[0].kind
-        latest_launch = min(c.latest_launch for c in candidates)
-        latest_wait = min(c.latest_wait for c in candidates)
-        if self._before_fixed:
-            latest_wait = min([latest_wait, *(self._before_fixed[m] for m in members if m in self._before_fixed)])
-        latest_launch = min(latest_launch, latest_wait)
-        earliest = max(c.earliest_launch for c in candidates)
+        first = self.request.candidates[members[0]]
+        earliest, latest_launch, order = first.earliest_launch, first.latest_launch, first.launch_order
+        latest_wait = self._due[members[0]]
         edges: set[int] = set()
-        for c in candidates:
-            edges.update(c.depends_on)
+        for member in members:
+            c = self.request.candidates[member]
+            earliest = max(earliest, c.earliest_launch)
+            latest_launch = min(latest_launch, c.latest_launch)
+            latest_wait = min(latest_wait, self._due[member])
+            order = min(order, c.launch_order)
+            if c.depends_on:
+                edges.update(c.depends_on)
+        latest_launch = min(latest_launch, latest_wait)
         for edge in edges:
             if edge >= self._num_candidates:
                 earliest = max(earliest, self.request.fixed[edge - self._num_candidates].wait or 0)
-        if kind == "fsdp_all_gather_backward":
+        if first.kind == "fsdp_all_gather_backward":
             earliest = max(earliest, min(self._backward_gap, latest_launch))
+        lane = self.cost.lane_of[members[0]]
         return Bucket(
             members=members,
             lane=lane,
             stream=self.cost.lane_streams[lane],
-            is_gather=candidates[0].is_gather,
+            is_gather=first.is_gather,
             earliest=earliest,
             latest_launch=latest_launch,
             latest_wait=latest_wait,
             cost=self.cost.bucket(members),
             buffers=buffers_of(self.cost, members),
             feeds_on=tuple(sorted(edge for edge in edges if edge < self._num_candidates)),
-            order=min(c.launch_order for c in candidates),
+            order=order,
         )
 
     def evaluate(self, groups: Sequence[tuple[int, ...]], rule: Rule, *, below_ns: int | None = None) -> Trial | None:
@@ -190,53 +206,59 @@ class Workbench:
         self.spent += 4 * (len(groups) + 16)
         try:
             placements = rule.place(self.request, tuple(groups))
-            order = arrange(self.request, placements)
+            steps = arrange_events(self.request, placements)
         except Unschedulable:
             try:
                 placements = legalize(self.request, tuple(groups), rule.place)
             except IllegalPlan:
                 return None
-            order = arrange(self.request, placements)
-        buckets = tuple(self.bucket(p.members) for p in placements)
+            steps = arrange_events(self.request, placements)
+        buckets = tuple([self.bucket(p.members) for p in placements])
         if rule is SCHEDULED:
             held = [
-                replace(p, launch=max(p.launch, b.earliest)) if b.is_gather and b.earliest <= p.wait else p
+                replace(p, launch=b.earliest) if b.is_gather and p.launch < b.earliest <= p.wait else p
                 for p, b in zip(placements, buckets, strict=True)
             ]
             if held != placements:
                 placements = held
-                order = arrange(self.request, placements)
-        steps = [(s.gap, int(s.op), s.target) for s in order]
+                steps = arrange_events(self.request, placements)
         run = self._run(buckets, steps)
         if below_ns is not None and run.step_ns > below_ns:
             return None
+        launches, waits = [p.launch for p in placements], [p.wait for p in placements]
         if rule is SCHEDULED:
-            waits = self._settle_waits(buckets, [p.launch for p in placements], [p.wait for p in placements], run)
-            placements = [replace(p, wait=wait) for p, wait in zip(placements, waits, strict=True)]
-            steps = [(s.gap, int(s.op), s.target) for s in arrange(self.request, placements)]
-            run = self._run(buckets, steps)
-        return self._finish(rule, buckets, placements, run, self._memory(buckets, steps))
+            settled = self._settle_waits(buckets, launches, waits, run)
+            if settled != waits:
+                waits = settled
+                placements = [
+                    p if p.wait == wait else replace(p, wait=wait) for p, wait in zip(placements, waits, strict=True)
+                ]
+                steps = arrange_events(self.request, placements)
+                run = self._run(buckets, steps)
+        peak_bytes = self._memory(buckets, steps).peak_bytes
+        return self._finish(Trial(rule, buckets, launches, waits, run, peak_bytes, named=tuple(placements)))
 
     def _evaluate_ahead(self, buckets: tuple[Bucket, ...], rule: Ahead) -> Trial | None:
         launches, waits = self._place(buckets, rule.permille)
-        placements, steps = self._arrange(buckets, launches, waits)
+        steps = self._arrange(buckets, launches, waits)
         run = self._run(buckets, steps)
         settled = self._settle_waits(buckets, launches, waits, run)
         if settled != waits:
             waits = settled
-            placements, steps = self._arrange(buckets, launches, waits)
-            run = self._run(buckets, steps)
-        memory = self._memory(buckets, steps)
-        if self.budget_bytes is not None and memory.peak_bytes > self.budget_bytes:
+            steps = self._arrange(buckets, launches, waits)
+            run = self._rerun(run, buckets, steps)
+        peak_bytes = self._memory(buckets, steps).peak_bytes
+        early: frozenset[int] = frozenset()
+        if self.budget_bytes is not None and peak_bytes > self.budget_bytes:
             self.spent += 2 * len(steps)
             found = place_within(self.cost, buckets, rule.permille, self.budget_bytes)
             if found is None:
                 return None
             launches, waits, early = found
-            placements, steps = self._arrange(buckets, launches, waits, early)
+            steps = self._arrange(buckets, launches, waits, early)
             run = self._run(buckets, steps)
-            memory = self._memory(buckets, steps)
-        return self._finish(rule, buckets, placements, run, memory)
+            peak_bytes = self._memory(buckets, steps).peak_bytes
+        return self._finish(Trial(rule, buckets, launches, waits, run, peak_bytes, early))
 
     def lean(self) -> Trial:
         """Every candidate alone, gathers at their own waits, reductions waited for at once: the least memory there
@@ -251,29 +273,29 @@ class Workbench:
                 launches[index] = max(launches[index], launches[number_of[source]])
                 waits[number_of[source]] = min(waits[number_of[source]], launches[index])
                 waits[index] = max(waits[index], launches[index])
+        named: tuple[Placement, ...] = ()
         try:
-            placements, steps = self._arrange(buckets, launches, waits)
+            steps = self._arrange(buckets, launches, waits)
         except Unschedulable:
-            placements = place_original(self.request, [b.members for b in buckets])
-            steps = [(s.gap, int(s.op), s.target) for s in arrange(self.request, placements)]
+            named = tuple(place_original(self.request, [b.members for b in buckets]))
+            steps = arrange_events(self.request, named)
         run = self._run(buckets, steps)
-        return Trial(Ahead(0), buckets, tuple(placements), run, self._memory(buckets, steps).peak_bytes)
+        peak_bytes = self._memory(buckets, steps).peak_bytes
+        return Trial(Ahead(0), buckets, launches, waits, run, peak_bytes, named=named)
 
-    def _finish(
-        self,
-        rule: Rule,
-        buckets: tuple[Bucket, ...],
-        placements: Sequence[Placement],
-        run: Run,
-        memory: MemoryCurve,
-    ) -> Trial | None:
-        if self.budget_bytes is not None and memory.peak_bytes > self.budget_bytes:
-            return None
-        return Trial(rule, buckets, tuple(placements), run, memory.peak_bytes)
+    def _finish(self, trial: Trial) -> Trial | None:
+        return None if self.budget_bytes is not None and trial.peak_bytes > self.budget_bytes else trial
 
     def _run(self, buckets: Sequence[Bucket], steps: Sequence[tuple[int, int, int]]) -> Run:
         self.spent += len(steps) + 16
         return run_steps(self.cost, [b.cost for b in buckets], [b.stream for b in buckets], steps)
+
+    def _rerun(self, run: Run, buckets: Sequence[Bucket], steps: Sequence[tuple[int, int, int]]) -> Run:
+        """The run after `_settle_waits`: the same one, unless edges order steps or slowed-down times are rounded."""
+        if self._has_edges or self.cost.hardware.slowdown_permille:
+            return self._run(buckets, steps)
+        self.spent += len(steps) + 16
+        return run
 
     def _memory(self, buckets: Sequence[Bucket], steps: Sequence[tuple[int, int, int]]) -> MemoryCurve:
         return memory_curve(self.cost, [b.buffers for b in buckets], steps)
@@ -292,22 +314,21 @@ class Workbench:
         launches: Sequence[int],
         waits: Sequence[int],
         early: frozenset[int] = frozenset(),
-    ) -> tuple[list[Placement], list[tuple[int, int, int]]]:
-        """Placements and the steps that `arrange` makes of them, sorted directly where no edge joins two
-        collectives.
-        """
-        placements = [
-            Placement(b.members, launch, wait, _FIRST, _BEFORE_LAUNCHES if index in early else _LAST)
-            for index, (b, launch, wait) in enumerate(zip(buckets, launches, waits, strict=True))
-        ]
+    ) -> list[tuple[int, int, int]]:
+        """The steps that `arrange` makes of these gaps, sorted directly where no edge joins two collectives."""
         if self._has_edges:
-            self.spent += 2 * len(placements)
-            return placements, [(s.gap, int(s.op), s.target) for s in arrange(self.request, placements)]
+            self.spent += 2 * len(buckets)
+            return arrange_events(self.request, _placements(buckets, launches, waits, early))
         events = [(gap, _FIRST, 0, index) for index, gap in enumerate(launches)]
-        events += [(gap, _BEFORE_LAUNCHES if index in early else _LAST, 1, index) for index, gap in enumerate(waits)]
+        if early:
+            events += [
+                (gap, _BEFORE_LAUNCHES if index in early else _LAST, 1, index) for index, gap in enumerate(waits)
+            ]
+        else:
+            events += [(gap, _LAST, 1, index) for index, gap in enumerate(waits)]
         events += self._fixed_events
         events.sort()
-        return placements, [(gap, op, target) for gap, _, op, target in events]
+        return [(gap, op, target) for gap, _, op, target in events]
 
     def _place(self, buckets: Sequence[Bucket], permille: int | None) -> tuple[list[int], list[int]]:
         """Launch and wait gaps; waits of reductions as late as they may be, those that feed others at their
@@ -417,6 +438,15 @@ class Workbench:
                 found = 0
             settled[index] = min(waits[index], max(found, launches[index]))
         return settled
+
+
+def _placements(
+    buckets: Sequence[Bucket], launches: Sequence[int], waits: Sequence[int], early: frozenset[int]
+) -> list[Placement]:
+    return [
+        Placement(b.members, launch, wait, _FIRST, _BEFORE_LAUNCHES if index in early else _LAST)
+        for index, (b, launch, wait) in enumerate(zip(buckets, launches, waits, strict=True))
+    ]
 
 
 def _placement_order(bucket: Bucket) -> tuple[int, int, int]:

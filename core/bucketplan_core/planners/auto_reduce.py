@@ -18,30 +18,19 @@ from itertools import pairwise
 import numpy as np
 
 from bucketplan_core.cost import CostModel, Int64Array, as_int64
+from bucketplan_core.planners.auto_exact import obstacles_to_exactness
 
 __all__ = ["EXACT_TIES", "exact_reduce_conditions", "exact_reduce_lane"]
 
 EXACT_TIES = 64
 _LABEL_BUDGET = 65_536
 """Labels of all boundaries together; lanes of 300 members were seen to want up to 435 a boundary."""
-_MAX_MEMBERS = 4_000
 
 
 def exact_reduce_conditions(cost: CostModel, lane_index: int) -> list[str]:
     """What keeps the labels from being the simulator's truth for this lane; empty where they are exact."""
-    request = cost.request
-    members = [request.candidates[m] for m in request.lanes[lane_index].members]
-    reasons = []
-    if len(request.lanes) > 1:
-        reasons.append("other lanes share its stream or hold up compute")
-    if request.fixed:
-        reasons.append("fixed collectives hold up its stream or compute")
-    if cost.hardware.slowdown_permille:
-        reasons.append("communication in flight slows compute down")
-    if any(c.depends_on for c in members):
-        reasons.append("members depend on other collectives")
-    if len(members) > _MAX_MEMBERS:
-        reasons.append(f"more than {_MAX_MEMBERS} members")
+    members = [cost.request.candidates[m] for m in cost.request.lanes[lane_index].members]
+    reasons = obstacles_to_exactness(cost, lane_index)
     if len({c.latest_wait for c in members}) > 1:
         reasons.append("results are due at different gaps")
     if members and min(c.latest_launch for c in members) < max(c.earliest_launch for c in members):

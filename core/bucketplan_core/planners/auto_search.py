@@ -20,11 +20,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
-from bucketplan_core.cost import BucketCost
 from bucketplan_core.planners.auto_gather import exact_gather_conditions, exact_gather_lane
-from bucketplan_core.planners.auto_groups import LaneRuns, by_block, cap_groups, small_and_large
+from bucketplan_core.planners.auto_groups import LaneRuns, Windows, by_block, cap_groups, small_and_large
 from bucketplan_core.planners.auto_place import ORIGINAL, SCHEDULED, Ahead, Groups, Rule, Trial, Workbench
 from bucketplan_core.planners.auto_reduce import exact_reduce_conditions, exact_reduce_lane
 from bucketplan_core.planners.simple import fill_by_size
@@ -62,8 +62,12 @@ class Search:
     exact_reasons: tuple[str, ...] = ()
     _seen: set[tuple[Groups, Rule]] = field(default_factory=set)
     _kept: list[Trial] = field(default_factory=list)
-    _costs: dict[tuple[int, ...], BucketCost] = field(default_factory=dict)
+    _costs: dict[tuple[int, ...], tuple[int, int, int]] = field(default_factory=dict)
     _runs: dict[tuple[int, ...], LaneRuns] = field(default_factory=dict)
+
+    @cached_property
+    def _windows(self) -> Windows:
+        return Windows(self.bench.request)
 
     def run(self) -> Trial | None:
         """The best trial within the budget of memory, None where there is none."""
@@ -117,7 +121,8 @@ class Search:
 
     def _try_promising(self, partitions: Iterator[Groups], rule: Rule) -> None:
         """Try partitions, those first that could be fastest, and none that cannot reach the best so far."""
-        for least, _, groups in sorted((self._least(g, rule), number, g) for number, g in enumerate(partitions)):
+        distinct = dict.fromkeys(partitions)
+        for least, _, groups in sorted((self._least(g, rule), number, g) for number, g in enumerate(distinct)):
             if self._done() or (self.best is not None and least > self.best.step_ns):
                 return
             self._try(groups, rule)
@@ -129,8 +134,8 @@ class Search:
             prices = dict.fromkeys(range(len(request.candidates)), price)
             yield from self._priced(prices)
         for cap in _CAPS:
-            yield tuple(group for lane in lanes for group in cap_groups(cost, lane, cap))
-        yield tuple(group for lane in lanes for group in by_block(cost, lane))
+            yield tuple(group for lane in lanes for group in cap_groups(cost, self._windows, lane, cap))
+        yield tuple(group for lane in lanes for group in by_block(cost, self._windows, lane))
         if self.placement != "original" and sum(len(lane) ** 2 for lane in lanes) <= _EXACT_CELLS:
             yield tuple(
                 group
@@ -149,17 +154,18 @@ class Search:
         apart = [small_and_large(cost, lane, prices) for lane in lanes]
         small_runs = [self._runs_of(tuple(small)) for small, _ in apart if small]
         alone = [(m,) for _, large in apart for m in large]
-        for span in _SPANS:
-            span_ns = None if span is None else cost.compute_ns // span
-            yield tuple(group for run in runs for group in run.partition(prices, span_ns=span_ns))
-            if any(large for _, large in apart) and small_runs:
-                small = [group for run in small_runs for group in run.partition(prices, span_ns=span_ns)]
-                yield (*small, *alone)
+        spans = [None if span is None else cost.compute_ns // span for span in _SPANS]
+        whole = [run.partitions(prices, spans) for run in runs]
+        small = [run.partitions(prices, spans) for run in small_runs] if alone else []
+        for _ in spans:
+            yield tuple(group for found in whole for group in next(found))
+            if small:
+                yield (*(group for found in small for group in next(found)), *alone)
 
     def _runs_of(self, members: tuple[int, ...]) -> LaneRuns:
         found = self._runs.get(members)
         if found is None:
-            found = self._runs[members] = LaneRuns(self.bench.cost, members)
+            found = self._runs[members] = LaneRuns(self.bench.cost, self._windows, members)
         return found
 
     def _prove(self) -> None:
@@ -246,23 +252,30 @@ class Search:
                     self._try(groups, rule, below_ns=None if self.best is None else self.best.step_ns)
 
     def _least(self, groups: Groups, rule: Rule) -> int:
-        """What a partition that is not split takes at least: its busiest stream, or its packing and exposed
-        launches.
+        """What a partition that is not split takes at least: its busiest stream, or its packing, its exposed launches
+        and what the rest of that stream slows down.
         """
         cost = self.bench.cost
         busy = [0] * len(cost.streams)
         held = cost.compute_ns
+        costs, streams = self._costs, cost.lane_streams
         for group in groups:
-            own = self._costs.get(group)
-            if own is None:
-                own = self._costs[group] = cost.bucket(group)
-            busy[cost.lane_streams[cost.lane_of[group[0]]]] += own.comm_ns
-            held += own.launch_ns + own.wait_ns
-            if rule is ORIGINAL and len(group) > 1:  # waited for right behind its launch
-                held += own.comm_ns
+            found = costs.get(group)
+            if found is None:
+                own = cost.bucket(group)
+                found = costs[group] = (streams[cost.lane_of[group[0]]], own.comm_ns, own.launch_ns + own.wait_ns)
+            busy[found[0]] += found[1]
+            held += found[2]
+        exposed = sum(costs[group][1] for group in groups if self._waits_at_once(group)) if rule is ORIGINAL else 0
         permille = cost.hardware.slowdown_permille
-        # While the busiest stream is, the compute stream does 1,000 of every 1,000 + permille parts of its work.
-        return max([held + max(busy, default=0) * permille // (1_000 + permille), *busy])
+        # While a stream is busy and not waited for, compute does 1,000 of every 1,000 + permille parts of its work.
+        slowed = max(max(busy, default=0) - exposed, 0) * permille // (1_000 + permille)
+        return max([held + exposed + slowed, *busy])
+
+    def _waits_at_once(self, group: tuple[int, ...]) -> bool:
+        """Whether a bucket of a graph without edges is waited for right behind its launch under `original`."""
+        first = self.bench.request.candidates[group[0]]
+        return len(group) > 1 or (first.launch == first.wait and first.wait_order == first.launch_order + 1)
 
 
 def critical_buckets(trial: Trial) -> list[int]:

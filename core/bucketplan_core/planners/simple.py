@@ -30,18 +30,20 @@ def fill_by_size(
     size_bytes = earliest = latest = 0
     for member in members:
         candidate = request.candidates[member]
+        full_bytes = request.full_bytes[member]
         cap = cap_bytes if len(buckets) > 1 else first_cap_bytes
-        together_from = max(earliest, candidate.earliest_launch)
-        together_to = min(latest, candidate.latest_launch, candidate.latest_wait)
-        if buckets and size_bytes + candidate.full_bytes <= cap and together_from <= together_to:
-            buckets[-1].append(member)
-            size_bytes += candidate.full_bytes
-            earliest, latest = together_from, together_to
-        else:
-            buckets.append([member])
-            size_bytes = candidate.full_bytes
-            earliest = candidate.earliest_launch
-            latest = min(candidate.latest_launch, candidate.latest_wait)
+        if buckets and size_bytes + full_bytes <= cap:
+            together_from = max(earliest, candidate.earliest_launch)
+            together_to = min(latest, candidate.latest_launch, candidate.latest_wait)
+            if together_from <= together_to:
+                buckets[-1].append(member)
+                size_bytes += full_bytes
+                earliest, latest = together_from, together_to
+                continue
+        buckets.append([member])
+        size_bytes = full_bytes
+        earliest = candidate.earliest_launch
+        latest = min(candidate.latest_launch, candidate.latest_wait)
     return [tuple(bucket) for bucket in buckets]
 
 
