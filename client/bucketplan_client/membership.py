@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from torch import fx
 
-from bucketplan_client.capture.groups import GroupRoles
+from bucketplan_client.capture.groups import GroupRoles, live_group
 from bucketplan_client.capture.parse import Collective, parse_collective
 
 __all__ = ["GroupLike", "groups_of_graph", "is_distributed", "members_of", "this_rank"]
@@ -31,10 +30,10 @@ def this_rank() -> int:
 def members_of(group: GroupLike) -> tuple[int, ...]:
     """Global ranks of `group` in group order; raises `LookupError` for a name that this process does not know."""
     if isinstance(group, str):
-        try:
-            group = c10d._resolve_process_group(c10d.GroupName(group))  # type: ignore[attr-defined]
-        except (RuntimeError, ValueError) as error:
-            raise LookupError(f"no process group is called {group!r}") from error
+        named = live_group(group)
+        if named is None:
+            raise LookupError(f"no process group is called {group!r}")
+        group = named
     if isinstance(group, dist.ProcessGroup):
         return tuple(dist.get_process_group_ranks(group))
     return tuple(group)

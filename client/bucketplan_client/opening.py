@@ -44,11 +44,11 @@ from bucketplan_client.opening_protocol import (
 from bucketplan_client.reports import Reporter
 from bucketplan_client.rewrite import REWRITER_VERSION
 from bucketplan_client.store import JobStore, default_store, drive
-from bucketplan_client.transport import PlanClient
+from bucketplan_client.transport import PlanClient, schema_refused
 from bucketplan_core.attempt import OPEN_SLOT, AttemptRequest, RankReport
 from bucketplan_core.collectives import Options
 from bucketplan_core.epoch import Epoch
-from bucketplan_core.errors import BucketplanError, DecodeError
+from bucketplan_core.errors import BucketplanError, DecodeError, SchemaVersionError
 from bucketplan_core.fields import Fields
 from bucketplan_core.plan import Plan
 from bucketplan_core.request import CAPTURE_VERSION, SCHEMA_VERSION
@@ -344,12 +344,17 @@ def ask_server(client: PlanClient | None, job: str, request: AttemptRequest, *, 
     )
     try:
         return read_opened(answer.body)
+    except SchemaVersionError as error:
+        raise schema_refused(error, num_tries=answer.num_tries, where=where) from error
     except BucketplanError as error:
         raise CorruptAnswer(str(error), num_tries=answer.num_tries, where=where) from error
 
 
 def read_opened(tree: WireValue) -> Opened:
-    """The server's answer to an opening; raises `DecodeError` where a part is not what its digest says."""
+    """The server's answer to an opening; raises `DecodeError` where a part is not what its digest says.
+
+    Keys that a later release may have added beside the epoch are left alone: what counts is hashed or verified.
+    """
     fields = Fields(tree, "opened")
     epoch = Epoch.from_wire(fields.raw("epoch"), "opened.epoch")
     epoch_id = fields.digest("epoch_id")
@@ -359,13 +364,10 @@ def read_opened(tree: WireValue) -> Opened:
     for index, value in enumerate(fields.array("overrides", limit=_MAX_OVERRIDES)):
         entry = Fields(value, f"opened.overrides[{index}]")
         signature, plan = entry.digest("signature"), entry.raw("plan")
-        entry.digest("digest")
-        entry.finish()
         if not isinstance(plan, bytes):
             raise DecodeError(f"opened.overrides[{index}].plan", plan, "must be bytes")
         overrides[signature] = plan
     opened = Opened(epoch=epoch, overrides=overrides, attempt=fields.integer("attempt", low=1))
-    fields.finish()
     _verify_overrides(opened)
     return opened
 

@@ -197,7 +197,7 @@ class Outcome:
             missing=_int_tuple(fields, "missing"),
             odd=_int_tuple(fields, "odd"),
         )
-        fields.finish()
+        # No `finish`: an outcome that another release wrote because the releases differ must be readable here.
         if (outcome.kind == "commit") != (outcome.opened is not None):
             raise DecodeError("outcome.opened", opened, "must be there exactly for a commit")
         return outcome
@@ -283,8 +283,9 @@ def _lead(setup: Setup, until: float) -> Protocol[bytes]:
         outcome = _without(setup, [r for r, key in zip(setup.participants, keys, strict=True) if key in gone])
     else:
         found: Sequence[bytes] = yield GetMany(keys)
-        hellos = [Hello.decode(value) for value in found]
-        refused = judge_hellos(hellos, setup)
+        refused = _judge_releases(setup, found)
+        hellos = [] if refused is not None else [Hello.decode(value) for value in found]
+        refused = refused or judge_hellos(hellos, setup)
         outcome = refused if refused is not None else (yield from _decide(setup, hellos))
     standing: bytes = yield PutOnce(_OUTCOME, outcome.encoded())
     return standing
@@ -376,9 +377,13 @@ def _fits(epoch: Epoch, setup: Setup, request: AttemptRequest) -> bool:
     return all(held.get(name) == value for name, value in setup.hello.options.items())
 
 
-def judge_hellos(hellos: Sequence[Hello], setup: Setup) -> Outcome | None:
-    """What keeps these ranks from opening together, None when nothing does."""
-    off = [hello.rank for hello in hellos if hello.disabled]
+def _judge_releases(setup: Setup, encoded: Sequence[bytes]) -> Outcome | None:
+    """The kill switch, then whether one release wrote all hellos: another's may hold what this one cannot read.
+
+    So the keys that are looked at here stand in the hello of every release.
+    """
+    trees = [dict(tree) if isinstance(tree := unpack(data), Mapping) else {} for data in encoded]
+    off = [rank for rank, tree in zip(setup.participants, trees, strict=True) if tree.get("disabled") is True]
     if off:
         return Outcome(
             kind="unbucketed",
@@ -387,9 +392,16 @@ def judge_hellos(hellos: Sequence[Hello], setup: Setup) -> Outcome | None:
             remedy="Unset BUCKETPLAN_DISABLE there to have buckets again",
         )
     for name in _VERSIONS:
-        found = _by_value(hellos, lambda hello, name=name: getattr(hello, name))  # type: ignore[misc]
+        found: dict[str, list[int]] = {}
+        for rank, tree in zip(setup.participants, trees, strict=True):
+            found.setdefault(str(tree.get(name)), []).append(rank)
         if len(found) > 1:
             return _disagree(setup, f"{name} version", found, "Install one release of bucketplan on every host")
+    return None
+
+
+def judge_hellos(hellos: Sequence[Hello], setup: Setup) -> Outcome | None:
+    """What keeps these ranks, all of one release, from opening together; None when nothing does."""
     shown: tuple[tuple[str, Callable[[Hello], str]], ...] = (
         ("options", lambda hello: _show(hello.options)),
         ("choice of on_unavailable", lambda hello: hello.on_unavailable),

@@ -30,7 +30,7 @@ from bucketplan_client.errors import (
 )
 from bucketplan_client.jitter import uniform
 from bucketplan_client.lean_httpx import httpx
-from bucketplan_core.errors import DecodeError, SignatureMismatch
+from bucketplan_core.errors import DecodeError, SchemaVersionError, SignatureMismatch
 from bucketplan_core.plan import Plan
 from bucketplan_core.profile import CostProfile
 from bucketplan_core.request import Request
@@ -39,7 +39,7 @@ from bucketplan_core.wire import WireValue, from_json, pack, unpack
 if TYPE_CHECKING:
     import tenacity
 
-__all__ = ["Answer", "PlanClient", "content_digest", "shared_client"]
+__all__ = ["Answer", "PlanClient", "content_digest", "schema_refused", "shared_client"]
 
 MSGPACK = "application/msgpack"
 JSON = "application/json"
@@ -339,6 +339,8 @@ class PlanClient:
             try:
                 _check_content_digest(answer)
                 return read(answer)
+            except SchemaVersionError as error:
+                raise schema_refused(error, num_tries=call.num_tries, where=call.where) from error
             except (DecodeError, SignatureMismatch) as error:
                 raise _corrupt(call, str(error)) from error
         raise self._refusal(answer, call)
@@ -429,6 +431,17 @@ def _final(
 
 def _corrupt(call: _Call, reason: str) -> _Again:
     return _Again(lambda num_tries, _: CorruptAnswer(reason, num_tries=num_tries, where=call.where))
+
+
+def schema_refused(error: SchemaVersionError, *, num_tries: int, where: Where) -> ServerRefused:
+    """An answer of another schema version: no network damage, so no further try and no fallback will cure it."""
+    problem = Problem(
+        type="urn:bucketplan:problem:schema-version",
+        title="The answer's schema version is not one that this client reads",
+        status=422,
+        detail=str(error),
+    )
+    return ServerRefused(problem, num_tries=num_tries, where=where)
 
 
 def _until(ends: float) -> float:

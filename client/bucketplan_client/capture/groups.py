@@ -13,7 +13,7 @@ from torch import fx
 from bucketplan_client.capture.parse import Collective, group_key
 from bucketplan_core.collectives import Group
 
-__all__ = ["GroupRoles"]
+__all__ = ["GroupRoles", "live_group"]
 
 
 class GroupRoles:
@@ -83,11 +83,11 @@ def _known_size(collective: Collective) -> int | None:
     degree = collective.node.meta.get("fsdp_degree")
     if type(degree) is int:
         return degree
-    process_group = _live_group(collective.group)
+    process_group = live_group(collective.group)
     return process_group.size() if process_group is not None else None
 
 
-def _live_group(group: Any) -> dist.ProcessGroup | None:
+def live_group(group: Any) -> dist.ProcessGroup | None:
     """The live group behind a name, None without torch.distributed or for a name that is not of this process."""
     if not (dist.is_available() and dist.is_initialized()) or not isinstance(group, str):
         return None
@@ -100,13 +100,13 @@ def _live_group(group: Any) -> dist.ProcessGroup | None:
 def _mesh_role(group: Any) -> str | None:
     if isinstance(group, fx.Node):
         return None
-    process_group = _live_group(group)
+    process_group = live_group(group)
     described = getattr(process_group, "group_desc", "") or ""
     return described.removeprefix("mesh_") if described.startswith("mesh_") and described != "mesh_" else None
 
 
 def _strides(group: Any) -> tuple[int, ...]:
-    process_group = _live_group(group)
+    process_group = live_group(group)
     if process_group is None:
         return ()
     ranks = dist.get_process_group_ranks(process_group)
