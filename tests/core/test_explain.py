@@ -50,6 +50,42 @@ def test_why_a_lone_candidate_stayed_alone():
     assert tree["limits"]["most"] == "compute"
 
 
+def test_a_merger_at_a_stall_is_simulated_and_the_simulator_agrees_with_what_is_said():
+    gathers = [candidate(AG, 400, at, 6) for at in (1, 2, 3)]
+    request, profile = build(gathers, [100] * 6, hw=hardware(copy_bytes_per_us=200_000))
+    alone = decide(request, "none/1", place_scheduled(request, [(0,), (1,), (2,)]))
+    tree = explain(request, profile, alone)
+    closed = tree["buckets"][1]["closed"]
+    cost = CostModel.build(request, profile)
+    merged = simulate(cost, decide(request, "none/1", place_scheduled(request, [(0,), (1, 2)])))
+    assert closed["step_changed_ns"] == merged.step_ns - simulate(cost, alone).step_ns
+    assert closed["step_changed_ns"] < 0
+    assert f"{-closed['step_changed_ns']} ns shorter" in closed["because"]
+
+
+def test_what_waits_in_a_busy_stream_is_not_called_hidden():
+    # The first result is long there when it is used; the second, queued behind it, is not.
+    gathers = [candidate(AG, 900, 3, 4), candidate(AG, 900, 4, 4)]
+    request, profile = build(gathers, [300] * 4, hw=hardware(copy_bytes_per_us=500), prefetch=2)
+    alone = decide(request, "none/1", place_scheduled(request, [(0,), (1,)]))
+    first, second = explain(request, profile, alone)["buckets"]
+    assert second["exposed_ns"] > 0
+    assert "hidden" not in first["alone"]
+    assert "packing would cost" in first["alone"]
+
+
+def test_what_limits_the_step_is_one_sentence_with_its_figures():
+    request, profile = build([candidate(AG, 90_000, 1, 1)], [10])
+    because = explain(request, profile, make_plan(request, profile).decision)["limits"]["because"]
+    assert because == (
+        "compute takes 10 of 90200 ns, waiting for g the most beside it, 90190 ns; "
+        "no other plan could shorten this noticeably"
+    )
+    request, profile = build([candidate(AG, 5, 1, 2)], [1_000] * 2)
+    because = explain(request, profile, make_plan(request, profile).decision)["limits"]["because"]
+    assert because == "compute takes 2000 of 2000 ns: only faster compute makes this step shorter"
+
+
 def test_windows_that_do_not_meet_are_named_with_their_gaps():
     scatters = [candidate(RS, 9, 0, 6, window=(0, 1)), candidate(RS, 9, 4, 6)]
     request, profile = build(scatters, [10] * 6)
@@ -95,3 +131,6 @@ def test_without_figures_of_hardware_there_is_nothing_to_explain_with():
     unknown = request.with_options(type(request.options)(strategy="none", planner="none/1"))
     with pytest.raises(PlanningError, match="no figures"):
         explain(unknown, profile, make_plan(unknown, profile).decision)
+    fallen_back = request.with_options(type(request.options)(strategy="auto", planner="auto/1"))
+    with pytest.raises(PlanningError, match="hardware is unknown: planned as size/1 at the caps given"):
+        explain(fallen_back, profile, make_plan(fallen_back, profile).decision)

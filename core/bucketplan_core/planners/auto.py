@@ -25,8 +25,10 @@ from bucketplan_core.profile import CostProfile
 from bucketplan_core.request import Request
 from bucketplan_core.wire import WireValue
 
-__all__ = ["AutoPlanner", "default_budget_bytes"]
+__all__ = ["FALLBACK", "AutoPlanner", "default_budget_bytes"]
 
+FALLBACK = "hardware is unknown: planned as size/1 at the caps given; name a preset or measure one"
+"""What a plan says that `auto` made without figures."""
 _GIB = 2**30
 
 
@@ -63,7 +65,7 @@ class AutoPlanner:
             proposal = SizePlanner().propose(request, profile)
             return Proposal(
                 proposal.placements,
-                {"fallback": "hardware is unknown: planned as size/1 at the caps given; name a preset or measure one"},
+                {"fallback": FALLBACK},
             )
         cost = CostModel.build(request, profile)
         given = request.options.memory_budget_bytes
