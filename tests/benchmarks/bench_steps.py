@@ -148,7 +148,7 @@ def table(rows: Sequence[Row]) -> list[str]:
     """One line a plan, milliseconds, and both figures as shares of the first plan's."""
     base = rows[0]
     lines = [
-        "| plan | collectives | predicted ms | exposed ms | measured ms | least ms | predicted share | measured share |",
+        "| plan | collectives | predicted ms | exposed ms | measured ms | least ms | predicted share | measured |",
         "|---|---|---|---|---|---|---|---|",
     ]
     lines += [
