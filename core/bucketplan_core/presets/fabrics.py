@@ -10,8 +10,8 @@ Sources, by tag:
   / LL128 / SIMPLE; of 32 nodes 20.5 / 295 / 386. Bus bandwidth is (N-1)/N of it: 20.4 / 293.5 / 384 in both cases.
 - [nccl-tests] published runs: 8 A100 on NVLink about 208 GB/s bus bandwidth in all-reduce, 240 by NCCL's formula.
 
-All bandwidths here are bus bandwidths, since the cost model applies (N-1)/N itself. An all-reduce takes both halves
-of a ring, so its hop terms count twice and its base once.
+Rates are bytes a microsecond, which is MB/s. All bandwidths here are bus bandwidths, since the cost model applies
+(N-1)/N itself. An all-reduce takes both halves of a ring, so its hop terms count twice and its base once.
 """
 
 from __future__ import annotations
@@ -63,11 +63,6 @@ def _ring_alpha_ns(terms: tuple[int, int, int, int], shape: GroupShape, passes: 
     return base + passes * (inside + (shape.nodes - 1) * network_hop)
 
 
-def _mb_per_s(value: int) -> int:
-    """MB/s are bytes a microsecond."""
-    return value
-
-
 def h100_nvlink(shape: GroupShape, passes: int) -> tuple[Protocol, ...] | None:
     """H100 on one NVLink node. 2, 4 and 8 ranks: latency and bandwidth fitted to published measurements; 3, 5, 6, 7
     ranks: SIMPLE latency of the closed form at the bandwidth of 8, the fit that promises least."""
@@ -79,8 +74,8 @@ def h100_nvlink(shape: GroupShape, passes: int) -> tuple[Protocol, ...] | None:
     if shape.size in fitted:
         alpha, rate = fitted[shape.size]
         base = _SIMPLE[0]
-        return (Protocol(alpha + (passes - 1) * max(alpha - base, 0), _mb_per_s(rate)),)
-    return (Protocol(_ring_alpha_ns(_SIMPLE, shape, passes), _mb_per_s(360_000)),)
+        return (Protocol(alpha + (passes - 1) * max(alpha - base, 0), rate),)
+    return (Protocol(_ring_alpha_ns(_SIMPLE, shape, passes), 360_000),)
 
 
 def h100_ndr(shape: GroupShape, passes: int) -> tuple[Protocol, ...] | None:
@@ -95,9 +90,9 @@ def h100_ndr(shape: GroupShape, passes: int) -> tuple[Protocol, ...] | None:
         return one_nic_a_rank(shape, passes)
     simple = 48_000 * per_node
     return (
-        Protocol(_ring_alpha_ns(_LL, shape, passes), _mb_per_s(min(20_400, simple // 2))),
-        Protocol(_ring_alpha_ns(_LL128, shape, passes), _mb_per_s(min(293_500, simple * 92 // 100))),
-        Protocol(_ring_alpha_ns(_SIMPLE, shape, passes), _mb_per_s(simple)),
+        Protocol(_ring_alpha_ns(_LL, shape, passes), min(20_400, simple // 2)),
+        Protocol(_ring_alpha_ns(_LL128, shape, passes), min(293_500, simple * 92 // 100)),
+        Protocol(_ring_alpha_ns(_SIMPLE, shape, passes), simple),
     )
 
 
@@ -105,14 +100,14 @@ def one_nic_a_rank(shape: GroupShape, passes: int) -> tuple[Protocol, ...] | Non
     """One rank a host with a 400G NIC: 3 + 10.9 N us and 48 GB/s, fitted at 8, 16 and 32 hosts (91 / 178 / 353 us)."""
     if shape.size < 2 or shape.nodes != shape.size or shape.size > 64:
         return None
-    return (Protocol(3_000 + passes * 10_900 * shape.size, _mb_per_s(48_000)),)
+    return (Protocol(3_000 + passes * 10_900 * shape.size, 48_000),)
 
 
 def a100_nvlink(shape: GroupShape, passes: int) -> tuple[Protocol, ...] | None:
     """8 A100 on one NVLink node: SIMPLE latency 32 us [nccl], 208 GB/s bus as reported for all-reduce [nccl-tests]."""
     if shape.nodes != 1 or shape.size != 8:
         return None
-    return (Protocol(_ring_alpha_ns(_SIMPLE, shape, passes), _mb_per_s(208_000)),)
+    return (Protocol(_ring_alpha_ns(_SIMPLE, shape, passes), 208_000),)
 
 
 def a100_hdr(shape: GroupShape, passes: int) -> tuple[Protocol, ...] | None:
@@ -123,7 +118,7 @@ def a100_hdr(shape: GroupShape, passes: int) -> tuple[Protocol, ...] | None:
         return a100_nvlink(shape, passes)
     if shape.ranks_per_node != 8:
         return None
-    return (Protocol(_ring_alpha_ns(_SIMPLE, shape, passes), _mb_per_s(25_000 * 8)),)
+    return (Protocol(_ring_alpha_ns(_SIMPLE, shape, passes), 25_000 * 8),)
 
 
 def gloo_loopback(shape: GroupShape, passes: int) -> tuple[Protocol, ...] | None:
@@ -131,4 +126,4 @@ def gloo_loopback(shape: GroupShape, passes: int) -> tuple[Protocol, ...] | None
     latency scaled by hops for more."""
     if shape.nodes != 1 or not 2 <= shape.size <= 8:
         return None
-    return (Protocol(passes * 620_000 * (shape.size - 1), _mb_per_s(320)),)
+    return (Protocol(passes * 620_000 * (shape.size - 1), 320),)

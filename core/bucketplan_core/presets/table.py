@@ -47,15 +47,18 @@ class Preset:
     source: str
 
 
+def _gpu_rates(*, attention: int, half: int, full: int) -> tuple[tuple[str, int], ...]:
+    """Operations a microsecond: attention and matmul in both 16-bit types, matmul in float32 and float64."""
+    both = ("bfloat16", "float16")
+    return (
+        *((f"attention:{dtype}", attention) for dtype in both),
+        *((f"matmul:{dtype}", half) for dtype in both),
+        *((f"matmul:{dtype}", full) for dtype in ("float32", "float64")),
+    )
+
+
 _H100 = Accelerator(
-    flops_per_us=(
-        ("attention:bfloat16", 511_000_000),
-        ("attention:float16", 511_000_000),
-        ("matmul:bfloat16", 692_300_000),
-        ("matmul:float16", 692_300_000),
-        ("matmul:float32", 46_900_000),
-        ("matmul:float64", 46_900_000),
-    ),
+    flops_per_us=_gpu_rates(attention=511_000_000, half=692_300_000, full=46_900_000),
     memory_bytes_per_us=2_345_000,
     source=(
         "NVIDIA H100 SXM data sheet: 989 TFLOP/s bf16 dense, 67 TFLOP/s fp32, 3.35 TB/s; 70% of each, the share that a "
@@ -64,14 +67,7 @@ _H100 = Accelerator(
     ),
 )
 _A100 = Accelerator(
-    flops_per_us=(
-        ("attention:bfloat16", 161_000_000),
-        ("attention:float16", 161_000_000),
-        ("matmul:bfloat16", 218_400_000),
-        ("matmul:float16", 218_400_000),
-        ("matmul:float32", 13_600_000),
-        ("matmul:float64", 13_600_000),
-    ),
+    flops_per_us=_gpu_rates(attention=161_000_000, half=218_400_000, full=13_600_000),
     memory_bytes_per_us=1_427_000,
     source=(
         "NVIDIA A100 SXM 80 GB data sheet: 312 TFLOP/s bf16 dense, 19.5 TFLOP/s fp32 and fp64 tensor, 2.039 TB/s; 70% "
