@@ -1,4 +1,4 @@
-"""`bucketplan-server`: serve, migrate, verify, version. Every setting is a flag and a variable `BUCKETPLAN_<NAME>`."""
+"""`bucketplan-server`: serve, migrate, verify, token, version. Settings are flags and variables `BUCKETPLAN_<NAME>`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import asyncio
 import inspect
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
 
-from bucketplan_server import __version__
-from bucketplan_server.settings import Settings, SettingsError, load_settings
+from bucketplan_server import __version__, cli_tokens
+from bucketplan_server.settings import Settings, SettingsError, check_tls, load_settings
 
 if TYPE_CHECKING:
     from bucketplan_server.audit import Verification
@@ -28,6 +28,7 @@ app = typer.Typer(
 )
 _errors = Console(stderr=True, soft_wrap=True, highlight=False)
 
+T = TypeVar("T")
 EXIT_USAGE = 2
 EXIT_FAILED = 1
 
@@ -38,7 +39,7 @@ def _with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[...,
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         parameters = [
             parameter
-            for parameter in inspect.signature(command).parameters.values()
+            for parameter in inspect.signature(command, eval_str=True).parameters.values()
             if parameter.kind is not inspect.Parameter.VAR_KEYWORD
         ]
         annotations = dict(inspect.get_annotations(command, eval_str=True))
@@ -88,6 +89,10 @@ def serve(**flags: Any) -> None:
     from bucketplan_server.store.migrate import SchemaTooNew
 
     settings = _settings(flags)
+    try:
+        check_tls(settings)
+    except SettingsError as error:
+        _fail(str(error), EXIT_USAGE)
     configure_logs(settings.log_level, settings.log_format)
     try:
         run(settings)
@@ -165,6 +170,67 @@ def _read_head(text: str) -> tuple[int, str]:
     if not number.isdecimal() or len(digest) != 64:
         _fail(f"--expect-head: {text!r} is not NUMBER:DIGEST as verify prints it", EXIT_USAGE)
     return int(number), digest
+
+
+app.add_typer(cli_tokens.app)
+
+
+def _manage(work: Callable[[], T]) -> T:
+    from bucketplan_server.store.engine import StoreError
+    from bucketplan_server.store.migrate import SchemaTooNew
+
+    try:
+        return work()
+    except cli_tokens.TokenError as error:
+        _fail(str(error), EXIT_USAGE)
+    except (SchemaTooNew, StoreError) as error:
+        _fail(str(error))
+
+
+@cli_tokens.app.command("create")
+@_with_settings("database", "store_timeout_seconds", "refresh_seconds")
+def token_create(
+    name: cli_tokens.Name,
+    role: Annotated[str, typer.Option(help="rank, auditor or operator.")],
+    namespace: Annotated[str | None, typer.Option(help="Jobs of this namespace only; all where left out.")] = None,
+    expires: Annotated[str | None, typer.Option(help="After a duration (90d, 12h) or at a moment; else never.")] = None,
+    reason: cli_tokens.Reason = "token made",
+    output: cli_tokens.SecretFile = None,
+    **flags: Any,
+) -> None:
+    """Make a token and print its secret, once: only a hash of it is stored."""
+    settings = _settings(flags)
+    if output is not None and output.exists():
+        _fail(f"--output: {output} exists; name a new file", EXIT_USAGE)
+    secret = _manage(
+        lambda: cli_tokens.create(settings, name, role=role, namespace=namespace, expires=expires, reason=reason)
+    )
+    if output is None:
+        typer.echo(secret)
+        return
+    try:
+        cli_tokens.write_secret(output, secret)
+    except OSError as error:
+        _fail(f"--output: {output} cannot be written: {error.strerror}; revoke {name} and make another token")
+
+
+@cli_tokens.app.command("list")
+@_with_settings("database", "store_timeout_seconds")
+def token_list(
+    as_json: Annotated[bool, typer.Option("--json", help="Answer with JSON.")] = False, **flags: Any
+) -> None:
+    """List tokens with role, namespace and state; secrets are not known here."""
+    settings = _settings(flags)
+    cli_tokens.print_tokens(_manage(lambda: cli_tokens.list_tokens(settings)), as_json=as_json)
+
+
+@cli_tokens.app.command("revoke")
+@_with_settings("database", "store_timeout_seconds", "refresh_seconds")
+def token_revoke(name: cli_tokens.Name, reason: cli_tokens.Reason = "token revoked", **flags: Any) -> None:
+    """Revoke a token for ever; running servers refuse it within their `refresh_seconds`."""
+    settings = _settings(flags)
+    _manage(lambda: cli_tokens.revoke(settings, name, reason=reason))
+    typer.echo(f"{name} is revoked")
 
 
 @app.command()

@@ -39,6 +39,11 @@ METRICS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "bucketplan_reports_total": ("counter", (), "reports of ranks that were new"),
     "bucketplan_divergences_total": ("counter", (), "reports that contradict another rank of their group"),
     "bucketplan_quarantined_total": ("counter", (), "damaged plans found since the start"),
+    "bucketplan_access_refused_total": (
+        "counter",
+        ("reason",),
+        "calls refused: no-token, unknown-token, expired-token, revoked-token, role, namespace, cross-site",
+    ),
     "bucketplan_memory_plans": ("gauge", (), "plans held in memory"),
     "bucketplan_memory_bytes": ("gauge", (), "bytes of plans held in memory"),
     "bucketplan_ready": ("gauge", (), "1 while the server takes new connections, 0 from the stop signal on"),

@@ -14,6 +14,9 @@ import structlog
 import uvicorn
 
 from bucketplan_server import __version__
+from bucketplan_server.access.authenticate import Access
+from bucketplan_server.access.service import TokenService
+from bucketplan_server.access.tokens import TokenTable
 from bucketplan_server.http.app import build_app
 from bucketplan_server.http.front import Front
 from bucketplan_server.http.state import AppState
@@ -46,18 +49,30 @@ async def open_state(settings: Settings) -> AsyncIterator[AppState]:
     plans = PlanService(settings, store, pool, metrics)
     jobs = JobService(settings, store, plans, metrics)
     revisions = RevisionService(settings, store, pool, plans)
+    access = Access(TokenTable(required=settings.needs_tokens), metrics)
+    tokens = TokenService(settings, store, access.table)
     state = AppState(
-        settings=settings, store=store, pool=pool, plans=plans, jobs=jobs, revisions=revisions, metrics=metrics
+        settings=settings,
+        store=store,
+        pool=pool,
+        plans=plans,
+        jobs=jobs,
+        revisions=revisions,
+        metrics=metrics,
+        access=access,
     )
     metrics.read_from("bucketplan_store_errors_total", lambda: store.errors)
     metrics.read_from("bucketplan_planner_crashes_total", lambda: pool.crashes)
     metrics.read_from("bucketplan_ready", lambda: 0.0 if state.draining else 1.0)
-    follower = asyncio.create_task(revisions.follow())
+    followers = [asyncio.create_task(revisions.follow())]
     try:
+        await tokens.start()
+        followers.append(asyncio.create_task(tokens.follow()))
         await pool.warm_up()
         yield state
     finally:
-        follower.cancel()
+        for follower in followers:
+            follower.cancel()
         await plans.close()
         pool.close()
         await store.close()
@@ -79,6 +94,7 @@ async def _serve(settings: Settings) -> None:
     async with open_state(settings) as state:
         front = Front(
             build_app(state),
+            access=state.access,
             memory=state.plans.memory,
             epochs=state.plans.epochs,
             metrics=state.metrics,
@@ -96,6 +112,8 @@ async def _serve(settings: Settings) -> None:
             log_config=None,
             backlog=settings.backlog,
             server_header=False,
+            ssl_certfile=settings.tls_certificate,
+            ssl_keyfile=settings.tls_key,
             timeout_graceful_shutdown=int(settings.plan_wait_seconds) + _GRACE_BEYOND_WAIT_SECONDS,
         )
         server = DrainingServer(config, state)
@@ -120,7 +138,7 @@ class DrainingServer(uvicorn.Server):
             port = self.servers[0].sockets[0].getsockname()[1]
             self._log.info(
                 "server.listening",
-                url=f"http://{_for_url(self.config.host)}:{port}",
+                url=f"{'https' if self.config.is_ssl else 'http'}://{_for_url(self.config.host)}:{port}",
                 database=_without_password(self._state.settings.database),
                 version=__version__,
             )

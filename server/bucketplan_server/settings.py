@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,7 @@ from bucketplan_core.errors import BucketplanError, DecodeError
 from bucketplan_core.planners import current_version
 from bucketplan_core.wire import from_json
 
-__all__ = ["SECRETS_VARIABLE", "Settings", "SettingsError", "load_settings"]
+__all__ = ["SECRETS_VARIABLE", "Settings", "SettingsError", "check_tls", "load_settings"]
 
 SECRETS_VARIABLE = "BUCKETPLAN_SECRETS_DIR"
 """Names a folder of files `BUCKETPLAN_<NAME>` (in any case), each with the value of one setting."""
@@ -39,6 +40,11 @@ class Settings(BaseSettings):
         description="path of the SQLite file, or a postgresql://user@host/name address shared by several replicas",
     )
     allow_anonymous: bool = Field(False, description="serve callers without a token on an address other than loopback")
+    require_tokens: bool = Field(
+        False, description="refuse callers without a token on loopback too, before the first token is made"
+    )
+    tls_certificate: str | None = Field(None, description="PEM file of the certificate chain; serves https with it")
+    tls_key: str | None = Field(None, description="PEM file of the certificate's private key, without a passphrase")
     max_body_bytes: int = Field(32 * 2**20, ge=1024, description="largest body taken, after inflation")
     plan_wait_seconds: float = Field(25.0, ge=0, le=600, description="longest wait of a post before it answers 202")
     retry_after_seconds: int = Field(1, ge=0, description="Retry-After of 202 and 503 answers")
@@ -111,6 +117,11 @@ class Settings(BaseSettings):
         return Path(url.database or "") if url.get_backend_name() == "sqlite" else None
 
     @property
+    def needs_tokens(self) -> bool:
+        """Whether callers need a token even while none was ever made."""
+        return self.require_tokens or not (self.listens_on_loopback or self.allow_anonymous)
+
+    @property
     def listens_on_loopback(self) -> bool:
         return self.host in ("localhost", "::1") or self.host.startswith("127.")
 
@@ -139,12 +150,32 @@ def load_settings(**flags: object) -> Settings:
     except ValidationError as error:
         lines = [f"{_names(str(problem['loc'][0]))}: {problem['msg']}" for problem in error.errors()]
         raise SettingsError("; ".join(lines)) from None
-    if not settings.listens_on_loopback and not settings.allow_anonymous:
-        raise SettingsError(
-            f"{_names('host')}: {settings.host} is reachable from other machines, and callers need no token; "
-            f"set {_names('allow_anonymous')} to allow that, or listen on 127.0.0.1"
-        )
+    if settings.require_tokens and settings.allow_anonymous:
+        raise SettingsError(f"{_names('allow_anonymous')} contradicts {_names('require_tokens')}; set one of them")
+    for one, other in (("tls_certificate", "tls_key"), ("tls_key", "tls_certificate")):
+        if getattr(settings, one) and not getattr(settings, other):
+            raise SettingsError(f"{_names(other)}: must be given with {_names(one)}, which is {getattr(settings, one)}")
     return settings
+
+
+def check_tls(settings: Settings) -> None:
+    """Raises `SettingsError` unless the certificate and its key, where they are set, can be served with."""
+    if not settings.tls_certificate or not settings.tls_key:
+        return
+    for name in ("tls_certificate", "tls_key"):
+        try:
+            Path(getattr(settings, name)).read_bytes()
+        except OSError as error:
+            raise SettingsError(f"{_names(name)}: {getattr(settings, name)} cannot be read: {error.strerror}") from None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # An empty passphrase: without one OpenSSL would ask for it on the terminal.
+        context.load_cert_chain(settings.tls_certificate, settings.tls_key, password=lambda: "")
+    except (ssl.SSLError, ValueError) as error:
+        raise SettingsError(
+            f"{_names('tls_certificate')}, {_names('tls_key')}: {settings.tls_certificate} and {settings.tls_key} are "
+            f"no PEM certificate and its unencrypted key: {error}"
+        ) from None
 
 
 def _names(field: str) -> str:

@@ -84,7 +84,9 @@ class TestSettings:
             ({"database": "mysql://host/name"}, "BUCKETPLAN_DATABASE"),
             ({"database": " "}, "--database"),
             ({"log_level": "loud"}, "--log-level"),
-            ({"host": "0.0.0.0"}, "BUCKETPLAN_ALLOW_ANONYMOUS"),
+            ({"require_tokens": True, "allow_anonymous": True}, "BUCKETPLAN_ALLOW_ANONYMOUS"),
+            ({"tls_certificate": "chain.pem"}, "--tls-key .BUCKETPLAN_TLS_KEY.: must be given"),
+            ({"tls_key": "key.pem"}, "BUCKETPLAN_TLS_CERTIFICATE"),
         ],
     )
     def test_a_bad_setting_is_named(self, flags, named):

@@ -9,6 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bucketplan_server import __version__
+from bucketplan_server.access.authenticate import login_redirect, refusal_reason
+from bucketplan_server.access.dependency import principal_of
 from bucketplan_server.http.answers import problem_answer
 from bucketplan_server.http.routes import audit, events, jobs, operation, plans, revisions
 from bucketplan_server.http.state import AppState
@@ -47,6 +49,13 @@ def _answer(request: Request, problem: Problem) -> Response:
 
 async def _on_problem(request: Request, error: Exception) -> Response:
     assert isinstance(error, Problem)
+    if error.slug in ("unauthorized", "forbidden"):
+        state: AppState = request.app.state.parts
+        token = principal_of(request).name
+        state.access.refused(request.scope, refusal_reason(error), error, token=token)
+        redirect = login_redirect(request.scope, dict(request.scope["headers"])) if error.status == 401 else None
+        if redirect is not None:
+            return redirect
     return _answer(request, error)
 
 

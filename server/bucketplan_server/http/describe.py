@@ -69,10 +69,10 @@ def body_of(schema: dict[str, Any], description: str) -> dict[str, Any]:
     }
 
 
-def problems(*slugs: str) -> dict[int | str, dict[str, Any]]:
-    """Responses for these problem types, grouped by status."""
+def problems(*slugs: str, public: bool = False) -> dict[int | str, dict[str, Any]]:
+    """Responses for these problem types, and those that every call has, grouped by status; `public` needs no token."""
     grouped: dict[int, list[str]] = {}
-    for slug in (*slugs, "internal"):
+    for slug in (*slugs, *(() if public else ("unauthorized", "forbidden")), "internal"):
         grouped.setdefault(PROBLEMS[slug].status, []).append(slug)
     return {
         status: {

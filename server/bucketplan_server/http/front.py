@@ -14,6 +14,7 @@ import structlog
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from bucketplan_server.access.authenticate import Access, login_redirect
 from bucketplan_server.http.answers import problem_answer
 from bucketplan_server.http.bodies import too_large
 from bucketplan_server.http.negotiation import MSGPACK_TYPE
@@ -33,9 +34,18 @@ class Front:
     """An ASGI application around another one."""
 
     def __init__(
-        self, app: ASGIApp, *, memory: PlanMemory, epochs: EpochMemory, metrics: Metrics, max_body_bytes: int
+        self,
+        app: ASGIApp,
+        *,
+        access: Access,
+        memory: PlanMemory,
+        epochs: EpochMemory,
+        metrics: Metrics,
+        max_body_bytes: int,
     ) -> None:
         self._app = app
+        self._access = access
+        self._tokens = access.table
         self._memory = memory
         self._epochs = epochs
         self._tallies = metrics.tallies
@@ -65,6 +75,7 @@ class Front:
         wants_msgpack = gzip = False
         known = b""
         epoch_id: bytes | None = None
+        authorization: bytes | None = None
         for name, value in scope["headers"]:
             if name == b"accept":
                 if value != _MSGPACK:
@@ -78,7 +89,11 @@ class Front:
                 known = value
             elif name == b"bucketplan-epoch":
                 epoch_id = value
+            elif name == b"authorization":
+                authorization = value
         if not wants_msgpack:
+            return None
+        if self._tokens.required and not self._access.may_read_plans(authorization):
             return None
         signature = path[len(_PREFIX) :]
         entry = self._memory.get(signature)
@@ -125,6 +140,7 @@ class Front:
                 if scope["method"] == "HEAD":
                     # Load balancers probe with HEAD; the protocol server drops the body of the answer.
                     scope = {**scope, "method": "GET"}
+                scope.setdefault("state", {})["principal"] = self._access.authenticate(scope, headers)
                 await self._app(scope, receive, send_with_id)
             except ClientDisconnect:
                 return
@@ -133,7 +149,8 @@ class Front:
                 if started:
                     raise
                 accept, content_type = headers.get(b"accept"), headers.get(b"content-type")
-                response = problem_answer(
+                redirect = login_redirect(scope, headers) if problem.status == 401 else None
+                response = redirect or problem_answer(
                     problem,
                     None if accept is None else accept.decode("latin-1"),
                     content_type=None if content_type is None else content_type.decode("latin-1"),

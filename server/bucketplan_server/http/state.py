@@ -9,6 +9,9 @@ from typing import Annotated
 from fastapi import Depends
 from starlette.requests import Request
 
+from bucketplan_server.access.authenticate import Access
+from bucketplan_server.access.dependency import principal_of
+from bucketplan_server.access.principal import ANYONE
 from bucketplan_server.jobs.service import JobService
 from bucketplan_server.metrics import Metrics
 from bucketplan_server.planner.pool import PlannerPool
@@ -32,6 +35,7 @@ class AppState:
     jobs: JobService
     revisions: RevisionService
     metrics: Metrics
+    access: Access
     draining: bool = field(default=False)
     verifying: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -46,5 +50,8 @@ State = Annotated[AppState, Depends(_state)]
 
 def cause_of(request: Request, reason: str) -> Cause:
     """Who made this call, for the audit log."""
+    principal = principal_of(request)
     client = request.client
-    return Cause(actor=f"anonymous@{client.host}" if client is not None else "anonymous", reason=reason)
+    if principal is ANYONE and client is not None:
+        return Cause(actor=f"{principal.name}@{client.host}", reason=reason)
+    return Cause(actor=principal.name, reason=reason)

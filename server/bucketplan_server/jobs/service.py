@@ -18,6 +18,7 @@ from bucketplan_core.fields import Fields
 from bucketplan_core.planners import find_planner
 from bucketplan_core.request import Request
 from bucketplan_core.wire import WireValue, unpack
+from bucketplan_server.access.principal import bare_job
 from bucketplan_server.jobs.status import attempt_status
 from bucketplan_server.metrics import Metrics
 from bucketplan_server.problems import Problem, refuse
@@ -28,6 +29,7 @@ from bucketplan_server.store.events import Cause
 from bucketplan_server.store.jobs import (
     Attempt,
     Conflict,
+    epoch_is_known_in,
     load_attempt,
     load_attempts,
     load_reports,
@@ -83,15 +85,15 @@ class JobService:
     async def open(self, job: str, request: AttemptRequest, cause: Cause) -> Opened:
         """Open an attempt, or answer the one that was opened under this key."""
         options = self._complete(request.options)
-        if request.held_epoch is not None and request.held_epoch.job != job:
+        if request.held_epoch is not None and request.held_epoch.job != bare_job(job):
             raise Problem(
                 "conflict",
-                f"the held epoch is that of job {request.held_epoch.job!r}, not of {job!r}",
+                f"the held epoch is that of job {request.held_epoch.job!r}, not of {bare_job(job)!r}",
                 fields={"path": "body.held_epoch.job", "value": request.held_epoch.job},
             )
 
         def make_epoch(overrides: Mapping[str, str]) -> Epoch:
-            return Epoch.build(job=job, options=options, topology=request.topology, overrides=overrides)
+            return Epoch.build(job=bare_job(job), options=options, topology=request.topology, overrides=overrides)
 
         try:
             attempt, epoch, created = await open_attempt(self._store, job, request, make_epoch, cause)
@@ -157,8 +159,14 @@ class JobService:
         except StoreError as error:
             raise self._plans.store_unavailable(error) from None
 
-    async def epoch(self, epoch: str) -> Epoch:
+    async def epoch(self, epoch: str, *, namespace: str | None = None) -> Epoch:
+        """The epoch of this id; one that no job of `namespace` was opened under does not exist there."""
         found = await self._plans.epoch(epoch)
+        try:
+            if namespace is not None and not await epoch_is_known_in(self._store, epoch, namespace):
+                found = None
+        except StoreError as error:
+            raise self._plans.store_unavailable(error) from None
         if found is None:
             raise Problem("unknown-epoch", f"no attempt was opened under epoch {epoch}", fields={"epoch": epoch})
         return found

@@ -10,7 +10,7 @@ from sqlalchemy import insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from bucketplan_core.wire import WireValue, digest_of, pack
-from bucketplan_server.store.engine import Store
+from bucketplan_server.store.engine import Store, plain_row
 from bucketplan_server.store.tables import events
 
 __all__ = ["FIRST_PREVIOUS", "Cause", "append_event", "event_digest", "load_events"]
@@ -62,16 +62,25 @@ async def append_event(
 
 
 async def load_events(
-    store: Store, *, after: int, limit: int, signature: str | None, job: str | None
+    store: Store, *, after: int, limit: int, signature: str | None, job: str | None, namespace: str | None = None
 ) -> list[dict[str, Any]]:
-    """Events behind number `after`, the oldest first, those of one signature or job where given."""
+    """Events behind number `after`, the oldest first, those of one signature or job where given.
+
+    Of a `namespace`: those of its jobs, and those of signatures that these have reported.
+    """
     query = select(events).where(events.c.seq > after).order_by(events.c.seq).limit(limit)
     if signature is not None:
         query = query.where(events.c.signature == signature)
     if job is not None:
         query = query.where(events.c.job == job)
+    if namespace is not None:
+        # Late: those modules append events themselves.
+        from bucketplan_server.store.jobs import of_namespace, reported_in
+
+        plans = events.c.job.is_(None) & events.c.signature.in_(reported_in(namespace))
+        query = query.where(of_namespace(events.c.job, namespace) | plans)
     async with store.read() as connection:
-        return [dict(row) for row in (await connection.execute(query)).mappings()]
+        return [plain_row(row) for row in (await connection.execute(query)).mappings()]
 
 
 def event_digest(row: Mapping[str, WireValue]) -> str:

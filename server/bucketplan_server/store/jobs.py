@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from sqlalchemy import RowMapping, func, insert, or_, select
+from sqlalchemy import ColumnElement, RowMapping, Select, func, insert, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from bucketplan_core.attempt import AttemptRequest, RankReport
 from bucketplan_core.epoch import Epoch
 from bucketplan_core.wire import digest_of, pack
+from bucketplan_server.access.principal import SEPARATOR
 from bucketplan_server.store.engine import Store
 from bucketplan_server.store.events import Cause, append_event
 from bucketplan_server.store.plans import PLANNER_REVISION, insert_or_ignore
@@ -20,12 +21,15 @@ from bucketplan_server.store.tables import active, attempts, epochs, job_signatu
 __all__ = [
     "Attempt",
     "Conflict",
+    "epoch_is_known_in",
     "load_attempt",
     "load_attempts",
     "load_epoch",
     "load_reports",
     "num_reports",
+    "of_namespace",
     "open_attempt",
+    "reported_in",
     "store_reports",
 ]
 
@@ -140,6 +144,24 @@ async def load_epoch(store: Store, epoch: str) -> Epoch | None:
     async with store.read() as connection:
         content = await connection.scalar(select(epochs.c.content).where(epochs.c.epoch == epoch))
     return None if content is None else Epoch.decode(content)
+
+
+async def epoch_is_known_in(store: Store, epoch: str, namespace: str) -> bool:
+    """Whether a job of `namespace` opened an attempt under this epoch."""
+    query = select(attempts.c.job).where(attempts.c.epoch == epoch, of_namespace(attempts.c.job, namespace)).limit(1)
+    async with store.read() as connection:
+        return await connection.scalar(query) is not None
+
+
+def reported_in(namespace: str) -> Select[tuple[str]]:
+    """Signatures that jobs of `namespace` have reported."""
+    return select(job_signatures.c.signature).where(of_namespace(job_signatures.c.job, namespace))
+
+
+def of_namespace(job: ColumnElement[str], namespace: str) -> ColumnElement[bool]:
+    """Whether a column's job is in `namespace`. Not LIKE: its wildcards are letters of real names."""
+    prefix = f"{namespace}{SEPARATOR}"
+    return func.substr(job, 1, len(prefix)) == prefix
 
 
 async def load_attempt(store: Store, job: str, attempt: int) -> Attempt | None:

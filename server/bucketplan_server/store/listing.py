@@ -7,7 +7,8 @@ from typing import Any
 
 from sqlalchemy import func, literal, select, tuple_
 
-from bucketplan_server.store.engine import Store
+from bucketplan_server.store.engine import Store, plain_row
+from bucketplan_server.store.jobs import reported_in
 from bucketplan_server.store.tables import active, job_signatures, revisions, signatures
 
 __all__ = ["PlanFilter", "list_plans"]
@@ -17,11 +18,13 @@ __all__ = ["PlanFilter", "list_plans"]
 class PlanFilter:
     """What to list; a field that is None leaves everything through.
 
+    `job` is a name as stored; of `namespace` is what its jobs have reported.
     `parameter` and `module` are parts of a name, `group` a whole role. `since_ns` (included) and `until_ns` bound when
     the signature was stored.
     """
 
     job: str | None = None
+    namespace: str | None = None
     parameter: str | None = None
     module: str | None = None
     group: str | None = None
@@ -52,6 +55,8 @@ async def list_plans(
     if wanted.job is not None:
         reported = select(job_signatures.c.signature).where(job_signatures.c.job == wanted.job)
         query = query.where(signatures.c.signature.in_(reported))
+    if wanted.namespace is not None:
+        query = query.where(signatures.c.signature.in_(reported_in(wanted.namespace)))
     for column, part in ((signatures.c.parameters, wanted.parameter), (signatures.c.modules, wanted.module)):
         if part is not None:
             # Not LIKE: its wildcards are letters of real names, and SQLite's ignores case.
@@ -70,4 +75,4 @@ async def list_plans(
     if before is not None:
         query = query.where(tuple_(signatures.c.created_ns, signatures.c.signature) < tuple_(*before))
     async with store.read() as connection:
-        return [dict(row) for row in (await connection.execute(query)).mappings()]
+        return [plain_row(row) for row in (await connection.execute(query)).mappings()]

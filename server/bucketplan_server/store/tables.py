@@ -1,4 +1,5 @@
-"""The tables, once for both databases. Migrations build them; nothing is ever updated but `active`.
+"""The tables, once for both databases. Migrations build them; nothing is ever updated but `active` and when a
+token was revoked.
 
 Times are nanoseconds since 1970 (UTC). Digests are SHA-256 over uncompressed bytes in hex.
 """
@@ -31,6 +32,7 @@ __all__ = [
     "reports",
     "revisions",
     "signatures",
+    "tokens",
 ]
 
 metadata = MetaData(
@@ -171,3 +173,17 @@ job_signatures = Table(
     Column("signature", _DIGEST, primary_key=True),
 )
 """Signatures that a job has reported: those whose activations enter its next epoch."""
+
+tokens = Table(
+    "tokens",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("hash", _DIGEST, nullable=False),
+    Column("role", Text, nullable=False),
+    Column("namespace", Text),
+    Column("created_ns", BigInteger, nullable=False),
+    Column("expires_ns", BigInteger),
+    Column("revoked_ns", BigInteger),
+    UniqueConstraint("hash", name="uq_tokens_hash"),
+)
+"""Who may call: the SHA-256 of each secret, its role, and the namespace that its jobs are in (none: all)."""

@@ -9,6 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bucketplan_core.wire import MAX_INT, WireValue
+from bucketplan_server.access import Caller, needs
+from bucketplan_server.access.principal import JOB_PATTERN
 from bucketplan_server.http.answers import answer, plan_answer, wanted_encoding
 from bucketplan_server.http.describe import PLAN, both, obj, problems
 from bucketplan_server.http.routes.plans import Signature
@@ -42,6 +44,7 @@ Time = Annotated[int | None, Query(ge=0, le=MAX_INT, description="nanoseconds si
 
 @router.get(
     "/v1/plans",
+    dependencies=[needs("auditor")],
     summary="Stored plans, the newest first",
     responses={
         200: both(
@@ -53,7 +56,8 @@ Time = Annotated[int | None, Query(ge=0, le=MAX_INT, description="nanoseconds si
 async def get_plans(
     request: Request,
     state: State,
-    job: Annotated[str | None, Query(max_length=200, description="plans that this job has reported")] = None,
+    caller: Caller,
+    job: Annotated[str | None, Query(pattern=JOB_PATTERN, description="plans that this job has reported")] = None,
     parameter: Part = None,
     module: Part = None,
     group: Exact = None,
@@ -65,7 +69,8 @@ async def get_plans(
 ) -> Response:
     encoding = wanted_encoding(request)
     wanted = PlanFilter(
-        job=job,
+        job=None if job is None else caller.job(job),
+        namespace=caller.namespace,
         parameter=parameter,
         module=module,
         group=group,
@@ -84,6 +89,7 @@ async def get_plans(
 
 @router.get(
     "/v1/plans/{signature}/revisions/{revision}",
+    dependencies=[needs("auditor")],
     summary="One revision of a plan",
     responses={200: both(PLAN, "the plan"), 304: {"description": "the caller has this plan"}, **problems(*_PROBLEMS)},
 )
@@ -94,6 +100,7 @@ async def get_revision(request: Request, state: State, signature: Signature, rev
 
 @router.get(
     "/v1/plans/{signature}/explain",
+    dependencies=[needs("auditor")],
     summary="Why each bucket is as it is, and what limits the step",
     responses={200: both(_MAP, "needs hardware figures in the request's options"), **problems(*_PROBLEMS)},
 )
@@ -105,6 +112,7 @@ async def explain(request: Request, state: State, signature: Signature, revision
 
 @router.get(
     "/v1/diff",
+    dependencies=[needs("auditor")],
     summary="How two plans differ: candidates and options of the requests, buckets of the decisions",
     responses={200: both(obj({"decision": _MAP, "request": _MAP}), "from `a` to `b`"), **problems(*_PROBLEMS)},
 )

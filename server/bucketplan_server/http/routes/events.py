@@ -9,6 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bucketplan_core.wire import MAX_INT, WireValue, unpack
+from bucketplan_server.access import Caller, needs
+from bucketplan_server.access.principal import JOB_PATTERN, Principal
 from bucketplan_server.audit import verify
 from bucketplan_server.http.answers import answer, wanted_encoding
 from bucketplan_server.http.describe import DIGEST, both, obj, problems
@@ -25,6 +27,7 @@ _MAP: dict[str, Any] = {"type": "object"}
 
 @router.get(
     "/v1/events",
+    dependencies=[needs("auditor")],
     summary="The audit log, the oldest event first",
     responses={
         200: both(obj({"events": {"type": "array", "items": _MAP}}), "at most `limit` events behind `after`"),
@@ -34,22 +37,34 @@ _MAP: dict[str, Any] = {"type": "object"}
 async def list_events(
     request: Request,
     state: State,
+    caller: Caller,
     after: Annotated[int, Query(ge=0, le=MAX_INT, description="only events behind this number")] = 0,
     limit: Annotated[int, Query(ge=1, le=1000, description="most events answered")] = 100,
     signature: Annotated[str | None, Query(pattern="^[0-9a-f]{64}$", description="only events of this plan")] = None,
-    job: Annotated[str | None, Query(max_length=200, description="only events of this job")] = None,
+    job: Annotated[str | None, Query(pattern=JOB_PATTERN, description="only events of this job")] = None,
 ) -> Response:
     encoding = wanted_encoding(request)
     try:
-        found = await load_events(state.store, after=after, limit=limit, signature=signature, job=job)
+        found = await load_events(
+            state.store,
+            after=after,
+            limit=limit,
+            signature=signature,
+            job=None if job is None else caller.job(job),
+            namespace=caller.namespace,
+        )
     except StoreError as error:
         raise state.plans.store_unavailable(error) from None
-    events: list[WireValue] = [{**row, "body": unpack(row["body"])} for row in found]
+    events: list[WireValue] = [
+        {**row, "body": _shown(caller, unpack(row["body"])), "job": row["job"] and caller.shown(row["job"])}
+        for row in found
+    ]
     return answer({"events": events}, encoding)
 
 
 @router.get(
     "/v1/events/verify",
+    dependencies=[needs("auditor")],
     summary="Walk the chain, recompute every digest, and plan every plan again",
     responses={
         200: both(
@@ -69,14 +84,23 @@ async def list_events(
 async def verify_events(
     request: Request,
     state: State,
+    caller: Caller,
     replay: Annotated[
         bool, Query(description="plan every revision again; the chain and digests are checked anyway")
     ] = False,
 ) -> Response:
     encoding = wanted_encoding(request)
+    caller.everything("the log is one chain over every namespace")
     try:
         async with state.verifying:
             found = await verify(state.store, state.pool.replay if replay else None)
     except StoreError as error:
         raise state.plans.store_unavailable(error) from None
     return answer(found.to_wire(), encoding, headers={"Cache-Control": "no-store"})
+
+
+def _shown(caller: Principal, body: WireValue) -> WireValue:
+    """An event's body with its job as the caller writes it."""
+    if isinstance(body, dict) and isinstance(body.get("job"), str):
+        return {**body, "job": caller.shown(str(body["job"]))}
+    return body

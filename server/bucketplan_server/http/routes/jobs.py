@@ -13,6 +13,8 @@ from bucketplan_core.errors import BucketplanError
 from bucketplan_core.fields import Fields
 from bucketplan_core.plan import Plan
 from bucketplan_core.wire import WireValue
+from bucketplan_server.access import Caller, needs
+from bucketplan_server.access.principal import JOB_PATTERN
 from bucketplan_server.http.answers import answer, wanted_encoding
 from bucketplan_server.http.bodies import read_document
 from bucketplan_server.http.describe import DIGEST, body_of, both, obj, problems
@@ -25,7 +27,7 @@ __all__ = ["router"]
 
 router = APIRouter()
 
-Job = Annotated[str, Path(pattern="^[A-Za-z0-9][A-Za-z0-9._:-]{0,199}$", description="name of the job")]
+Job = Annotated[str, Path(pattern=JOB_PATTERN, description="name of the job; NAMESPACE~JOB with an unscoped token")]
 Number = Annotated[int, Path(ge=1, le=MAX_RANK, description="number of the attempt")]
 _MAX_REPORTS = 20_000
 _TEXT = {"type": "string"}
@@ -76,6 +78,7 @@ _STATUS = obj(
 
 @router.post(
     "/v1/jobs/{job}/attempts",
+    dependencies=[needs("rank")],
     status_code=200,
     summary="Open an attempt: number it and fix its epoch",
     openapi_extra=body_of(_OPEN_BODY, "sent by one rank of the job, the leader"),
@@ -96,14 +99,14 @@ _STATUS = obj(
         ),
     },
 )
-async def open_attempt(request: Request, state: State, job: Job) -> Response:
+async def open_attempt(request: Request, state: State, caller: Caller, job: Job) -> Response:
     encoding = wanted_encoding(request, default=body_encoding(request.headers.get("content-type")))
     fields = await read_document(request)
     try:
         body = AttemptRequest.read(fields)
     except BucketplanError as error:
         raise refuse(error).problem() from None
-    opened = await state.jobs.open(job, body, cause_of(request, "attempt opened"))
+    opened = await state.jobs.open(caller.job(job), body, cause_of(request, "attempt opened"))
     overrides: list[WireValue] = [
         {
             "digest": row.digest,
@@ -123,6 +126,7 @@ async def open_attempt(request: Request, state: State, job: Job) -> Response:
 
 @router.get(
     "/v1/jobs/{job}/attempts",
+    dependencies=[needs("auditor")],
     summary="Attempts of a job, the newest first",
     responses={
         200: both(obj({"attempts": {"type": "array", "items": _MAP}}), "at most `limit` of them"),
@@ -132,17 +136,19 @@ async def open_attempt(request: Request, state: State, job: Job) -> Response:
 async def list_attempts(
     request: Request,
     state: State,
+    caller: Caller,
     job: Job,
     before: Annotated[int | None, Query(ge=1, le=MAX_RANK, description="only attempts below this number")] = None,
     limit: Annotated[int, Query(ge=1, le=1000, description="most attempts answered")] = 100,
 ) -> Response:
     encoding = wanted_encoding(request)
-    found = await state.jobs.attempts(job, before=before, limit=limit)
+    found = await state.jobs.attempts(caller.job(job), before=before, limit=limit)
     return answer({"attempts": [_brief(attempt) for attempt in found]}, encoding)
 
 
 @router.get(
     "/v1/jobs/{job}/attempts/{attempt}",
+    dependencies=[needs("auditor")],
     summary="The state of an attempt: who is missing, which groups agree, where they differ",
     responses={
         200: both(_STATUS, "the state"),
@@ -153,6 +159,7 @@ async def list_attempts(
 async def get_attempt(
     request: Request,
     state: State,
+    caller: Caller,
     job: Job,
     attempt: Number,
     wait: Annotated[
@@ -160,7 +167,7 @@ async def get_attempt(
     ] = 0,
 ) -> Response:
     encoding = wanted_encoding(request)
-    found = await state.jobs.attempt(job, attempt)
+    found = await state.jobs.attempt(caller.job(job), attempt)
     seen = request.headers.get("if-none-match", "").removeprefix("W/").strip('"')
     if seen and wait:
         await state.jobs.wait_for_change(found, seen, wait)
@@ -168,11 +175,13 @@ async def get_attempt(
     headers = {"ETag": f'W/"{version}"', "Cache-Control": "no-cache", "Vary": "Accept"}
     if seen == version:
         return Response(status_code=304, headers=headers)
-    return answer(await state.jobs.status(found), encoding, headers=headers)
+    shown = {**await state.jobs.status(found), "job": caller.shown(found.job)}
+    return answer(shown, encoding, headers=headers)
 
 
 @router.post(
     "/v1/jobs/{job}/attempts/{attempt}/reports",
+    dependencies=[needs("rank")],
     summary="Report what ranks did; repeating a report is harmless",
     openapi_extra=body_of(
         obj({"reports": {"type": "array", "items": _REPORT, "maxItems": _MAX_REPORTS}}),
@@ -192,7 +201,7 @@ async def get_attempt(
         ),
     },
 )
-async def post_reports(request: Request, state: State, job: Job, attempt: Number) -> Response:
+async def post_reports(request: Request, state: State, caller: Caller, job: Job, attempt: Number) -> Response:
     encoding = wanted_encoding(request, default=body_encoding(request.headers.get("content-type")))
     fields = await read_document(request)
     try:
@@ -201,12 +210,13 @@ async def post_reports(request: Request, state: State, job: Job, attempt: Number
         reports = [RankReport.read(Fields(value, f"body.reports[{index}]")) for index, value in enumerate(listed)]
     except BucketplanError as error:
         raise refuse(error).problem() from None
-    await state.jobs.report(job, attempt, reports, cause_of(request, "report"))
+    await state.jobs.report(caller.job(job), attempt, reports, cause_of(request, "report"))
     return answer({"reports": len(reports)}, encoding)
 
 
 @router.get(
     "/v1/epochs/{epoch}",
+    dependencies=[needs("rank")],
     summary="The content of an epoch",
     responses={
         200: both(_MAP, "the epoch; its canonical encoding hashes to its id"),
@@ -214,10 +224,13 @@ async def post_reports(request: Request, state: State, job: Job, attempt: Number
     },
 )
 async def get_epoch(
-    request: Request, state: State, epoch: Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="id of the epoch")]
+    request: Request,
+    state: State,
+    caller: Caller,
+    epoch: Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="id of the epoch")],
 ) -> Response:
     encoding = wanted_encoding(request)
-    found = await state.jobs.epoch(epoch)
+    found = await state.jobs.epoch(epoch, namespace=caller.namespace)
     headers = {"ETag": f'"{epoch}"' if encoding == "msgpack" else f'W/"{epoch}"', "Vary": "Accept"}
     return answer(found.to_wire(), encoding, headers={**headers, "Cache-Control": "max-age=31536000, immutable"})
 

@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bucketplan_server import __version__
+from bucketplan_server.access import needs_nothing
 from bucketplan_server.http.answers import answer
 from bucketplan_server.http.describe import obj, problems
 from bucketplan_server.http.negotiation import preferred
@@ -23,8 +24,9 @@ _STATE = {"application/json": {"schema": obj({"status": {"type": "string"}, "ver
 
 @router.get(
     "/healthz",
+    dependencies=[needs_nothing()],
     summary="Whether the process is alive",
-    responses={200: {"description": "it is", "content": _STATE}, **problems()},
+    responses={200: {"description": "it is", "content": _STATE}, **problems(public=True)},
 )
 async def healthz(request: Request) -> Response:
     return _state(request, "ok")
@@ -32,8 +34,9 @@ async def healthz(request: Request) -> Response:
 
 @router.get(
     "/readyz",
+    dependencies=[needs_nothing()],
     summary="Whether new work should be sent here",
-    responses={200: {"description": "yes", "content": _STATE}, **problems("busy", "store-unavailable")},
+    responses={200: {"description": "yes", "content": _STATE}, **problems("busy", "store-unavailable", public=True)},
 )
 async def readyz(request: Request, state: State) -> Response:
     if state.draining:
@@ -47,10 +50,11 @@ async def readyz(request: Request, state: State) -> Response:
 
 @router.get(
     "/metrics",
+    dependencies=[needs_nothing()],
     summary="Prometheus metrics",
     responses={
         200: {"description": "text exposition format", "content": {"text/plain": {"schema": {"type": "string"}}}},
-        **problems(),
+        **problems(public=True),
     },
 )
 async def metrics(state: State) -> Response:

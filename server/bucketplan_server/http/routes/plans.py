@@ -9,6 +9,7 @@ from fastapi import APIRouter, Path, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
+from bucketplan_server.access import needs
 from bucketplan_server.http.answers import answer, plan_answer, wanted_encoding
 from bucketplan_server.http.bodies import read_body, read_plan_body
 from bucketplan_server.http.describe import DIGEST, PLAN, body_of, both, obj, problems
@@ -38,6 +39,7 @@ _PENDING = both(
 
 @router.get(
     "/v1/plans/{signature}",
+    dependencies=[needs("rank")],
     summary="The stored plan of a signature",
     responses={
         200: both(PLAN, "the plan"),
@@ -73,6 +75,7 @@ async def get_plan(
 
 @router.post(
     "/v1/plans",
+    dependencies=[needs("rank")],
     status_code=200,
     summary="The plan of a request, planned now where it is new",
     openapi_extra=body_of(

@@ -12,6 +12,7 @@ from bucketplan_core.columns import MAX_CANDIDATES
 from bucketplan_core.errors import BucketplanError, DecodeError
 from bucketplan_core.fields import Fields
 from bucketplan_core.wire import WireValue, pack, unpack
+from bucketplan_server.access import Caller, Principal, needs
 from bucketplan_server.http.answers import answer, wanted_encoding
 from bucketplan_server.http.bodies import read_document
 from bucketplan_server.http.describe import DIGEST, body_of, both, obj, problems
@@ -61,6 +62,7 @@ _ACTIVATE_BODY = obj(
 
 @router.get(
     "/v1/plans/{signature}/request",
+    dependencies=[needs("auditor")],
     summary="The request that a signature stands for",
     responses={200: both(_MAP, "in MessagePack the canonical bytes that hash to it"), **problems(*_READ_PROBLEMS)},
 )
@@ -70,6 +72,7 @@ async def get_request(request: Request, state: State, signature: Signature) -> R
 
 @router.get(
     "/v1/plans/{signature}/profile",
+    dependencies=[needs("auditor")],
     summary="The cost profile that is bound to a signature",
     responses={200: both(_MAP, "in MessagePack its canonical bytes"), **problems(*_READ_PROBLEMS)},
 )
@@ -79,20 +82,22 @@ async def get_profile(request: Request, state: State, signature: Signature) -> R
 
 @router.get(
     "/v1/plans/{signature}/revisions",
+    dependencies=[needs("auditor")],
     summary="Every revision of a signature, the planner's own first",
     responses={
         200: both(obj({"revisions": {"type": "array", "items": _MAP}, "signature": DIGEST}), "who, when, why"),
         **problems(*_READ_PROBLEMS),
     },
 )
-async def list_revisions(request: Request, state: State, signature: Signature) -> Response:
+async def list_revisions(request: Request, state: State, caller: Caller, signature: Signature) -> Response:
     encoding = wanted_encoding(request)
     found = await state.revisions.revisions(signature)
-    return answer({"revisions": [_readable(row) for row in found], "signature": signature}, encoding)
+    return answer({"revisions": [_readable(row, caller) for row in found], "signature": signature}, encoding)
 
 
 @router.post(
     "/v1/plans/{signature}/revisions",
+    dependencies=[needs("operator")],
     status_code=201,
     summary="Add a revision: replan with other options, or supply buckets by hand",
     openapi_extra=body_of(_REVISION_BODY, "exactly one of options, buckets and decision"),
@@ -131,6 +136,7 @@ async def add_revision(request: Request, state: State, signature: Signature) -> 
 
 @router.post(
     "/v1/plans/{signature}/activate",
+    dependencies=[needs("operator")],
     summary="Serve another revision, to everyone or to one job; also how to roll back",
     openapi_extra=body_of(_ACTIVATE_BODY, "attempts that are open keep the epoch they have"),
     responses={
@@ -138,20 +144,22 @@ async def add_revision(request: Request, state: State, signature: Signature) -> 
         **problems(*_WRITE_PROBLEMS),
     },
 )
-async def activate(request: Request, state: State, signature: Signature) -> Response:
+async def activate(request: Request, state: State, caller: Caller, signature: Signature) -> Response:
     encoding = wanted_encoding(request, default=body_encoding(request.headers.get("content-type")))
     fields = await read_document(request)
     try:
         job = fields.name("job") if "job" in fields.keys(limit=16) else ""
         wanted = Activation(
             revision=fields.optional_integer("revision", low=1),
-            job=job,
+            job=caller.job(job) if job else "",
             expected=fields.optional_integer("expected", low=1) if "expected" in fields.keys(limit=16) else None,
         )
         cause = cause_of(request, fields.name("reason"))
         fields.finish()
         if wanted.revision is None and not job:
             raise DecodeError("body.revision", None, "may be null only together with a job")
+        if not job:
+            caller.everything("what is activated without a job is served to every namespace")
     except BucketplanError as error:
         raise refuse(error).problem() from None
     before = await state.revisions.activate(signature, wanted, cause)
@@ -174,9 +182,9 @@ def _buckets(value: WireValue) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def _readable(row: RevisionRow) -> dict[str, WireValue]:
+def _readable(row: RevisionRow, caller: Principal) -> dict[str, WireValue]:
     return {
-        "active_for": list(row.active_for),
+        "active_for": [caller.shown(job) for job in row.active_for if not job or caller.sees(job)],
         "actor": row.actor,
         "created_ns": row.created_ns,
         "digest": row.digest,

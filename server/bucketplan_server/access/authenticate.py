@@ -1,0 +1,166 @@
+"""What the front asks once a call: who is this, and may it come in at all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from http.cookies import CookieError, SimpleCookie
+from urllib.parse import quote, urlsplit
+
+import structlog
+from starlette.responses import RedirectResponse, Response
+from starlette.types import Scope
+
+from bucketplan_server.access.dependency import unauthorized
+from bucketplan_server.access.principal import ANYONE, NOBODY, Principal
+from bucketplan_server.access.tokens import TokenTable
+from bucketplan_server.metrics import Metrics
+from bucketplan_server.problems import Problem
+
+__all__ = ["COOKIE", "PUBLIC_PATHS", "PUBLIC_PREFIX", "Access", "is_public", "login_redirect", "refusal_reason"]
+
+COOKIE = "bucketplan_token"
+PUBLIC_PATHS = frozenset(("/healthz", "/readyz", "/metrics", "/openapi.json", "/login", "/favicon.ico"))
+"""What probes, scrapers and people without a session call; none of it names a job, a plan or a person."""
+PUBLIC_PREFIX = "/static/"
+_BEARER = b"bearer "
+_SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
+
+
+class Access:
+    """Authentication of calls against a table of tokens."""
+
+    def __init__(self, table: TokenTable, metrics: Metrics) -> None:
+        self.table = table
+        self._metrics = metrics
+        self._log = structlog.get_logger("bucketplan_server")
+
+    def may_read_plans(self, authorization: bytes | None) -> bool:
+        """Whether a token that is needed is there: every valid one may read plans. Nothing else is decided here."""
+        return authorization is not None and self.table.valid(_bearer(authorization)) is not None
+
+    def authenticate(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Principal:
+        """Who makes this call; raises `Problem` where it may not come in.
+
+        Without a token: anyone where none is needed, nobody on public paths. A cookie counts for a change only where
+        the browser says that the call comes from our own pages.
+        """
+        changes = scope["method"] not in _SAFE_METHODS
+        authorization = headers.get(b"authorization")
+        if changes and authorization is None and _is_foreign(headers):
+            raise self._cross_site(scope, headers)
+        if not self.table.required:
+            return ANYONE
+        public = is_public(scope["path"])
+        cookie = None
+        if authorization is not None and authorization[:7].lower() == _BEARER:
+            secret: bytes | None = _bearer(authorization)
+        else:
+            secret = cookie = _cookie(headers.get(b"cookie"))
+        if secret is None:
+            if public:
+                return NOBODY
+            raise self.refused(scope, "no-token", unauthorized("this call needs a token", presented=False))
+        principal = self.table.valid(secret)
+        if principal is None:
+            if public:
+                return NOBODY
+            raise self._invalid(scope, secret)
+        if cookie is not None and changes and not _is_own(headers):
+            if public:
+                return NOBODY
+            raise self._cross_site(scope, headers)
+        return principal
+
+    def refused(self, scope: Scope, reason: str, problem: Problem, *, token: str | None = None) -> Problem:
+        """Log and count a refusal; answers `problem`. Neither secrets nor query strings are logged."""
+        self._metrics.count("bucketplan_access_refused_total", reason)
+        client = scope.get("client")
+        self._log.warning(
+            "access.refused",
+            reason=reason,
+            status=problem.status,
+            token=token,
+            method=scope["method"],
+            path=scope["path"],
+            client=client[0] if client else None,
+        )
+        return problem
+
+    def _invalid(self, scope: Scope, secret: bytes) -> Problem:
+        known = self.table.known(secret)
+        if known is None:
+            problem = unauthorized("the token is not one of this server's", presented=True)
+            return self.refused(scope, "unknown-token", problem)
+        state = known.state(time.time_ns())
+        said = f"token {known.name!r} was revoked" if state == "revoked" else f"token {known.name!r} has expired"
+        return self.refused(scope, f"{state}-token", unauthorized(said, presented=True), token=known.name)
+
+    def _cross_site(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Problem:
+        origin = headers.get(b"origin", b"").decode("latin-1")[:200]
+        problem = Problem(
+            "forbidden",
+            f"a browser sent this change from another site ({origin or 'unknown'}); use this server's own pages, or a "
+            "bearer token",
+            fields={"path": "Origin", "value": origin},
+        )
+        return self.refused(scope, "cross-site", problem)
+
+
+def refusal_reason(problem: Problem) -> str:
+    """The metric's label for a refusal that a route raised."""
+    if problem.status == 401:
+        return "no-token"
+    return "role" if "needs" in problem.fields else "namespace"
+
+
+def is_public(path: str) -> bool:
+    return path in PUBLIC_PATHS or path.startswith(PUBLIC_PREFIX)
+
+
+def login_redirect(scope: Scope, headers: Mapping[bytes, bytes]) -> Response | None:
+    """Where a person without credentials is sent: the sign-in page; None for a caller that is no browser."""
+    if b"text/html" not in headers.get(b"accept", b""):
+        return None
+    asked = "/"
+    if scope["method"] in ("GET", "HEAD"):
+        query = scope.get("query_string", b"").decode("latin-1")
+        asked = scope["path"] + (f"?{query}" if query else "")
+    return RedirectResponse(f"/login?next={quote(asked, safe='')}", 303, headers={"Cache-Control": "no-store"})
+
+
+def _bearer(authorization: bytes) -> bytes:
+    return authorization[7:].strip() if authorization[:7].lower() == _BEARER else b""
+
+
+def _cookie(header: bytes | None) -> bytes | None:
+    if header is None or COOKIE.encode() not in header:
+        return None
+    try:
+        morsel = SimpleCookie(header.decode("latin-1")).get(COOKIE)
+    except CookieError:
+        return None
+    return None if morsel is None or not morsel.value else morsel.value.encode("latin-1", "replace")
+
+
+def _is_own(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether the browser says that one of our own pages made the call (Fetch Metadata, else the Origin header)."""
+    site = headers.get(b"sec-fetch-site")
+    if site is not None:
+        return site == b"same-origin"
+    return b"origin" in headers and _host(headers[b"origin"]) == headers.get(b"host", b"").lower()
+
+
+def _is_foreign(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether the browser says that another site's page made the call; programs say nothing."""
+    site = headers.get(b"sec-fetch-site")
+    if site is not None:
+        return site not in (b"same-origin", b"none")
+    return b"origin" in headers and _host(headers[b"origin"]) != headers.get(b"host", b"").lower()
+
+
+def _host(origin: bytes) -> bytes:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return b""

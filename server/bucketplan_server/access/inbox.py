@@ -1,0 +1,96 @@
+"""How the command line reaches the tokens of a SQLite file that a server has open.
+
+A SQLite file has one writer (see `store.engine`), so a command that finds a server on it leaves a file in
+``<database>.inbox/``, which only the server's user may open; the server carries it out within `refresh_seconds` and
+leaves the answer there. No secret is in these files: a new token travels as its hash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Command", "Inbox", "NotTaken", "inbox_of"]
+
+_MOST_COMMAND_BYTES = 64 * 1024
+
+
+class NotTaken(Exception):
+    """No server carried the command out; nothing was changed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A token to be made (`hash` in hex, `role`, `namespace`, `expires_ns`) or revoked (`hash` None)."""
+
+    name: str
+    actor: str
+    reason: str
+    hash: str | None = None
+    role: str | None = None
+    namespace: str | None = None
+    expires_ns: int | None = None
+
+
+def inbox_of(database: Path) -> Path:
+    return database.with_name(database.name + ".inbox")
+
+
+class Inbox:
+    """Commands in a folder; `open` makes it."""
+
+    def __init__(self, database: Path) -> None:
+        self._folder = inbox_of(database)
+
+    def open(self) -> None:
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+
+    def taken(self) -> Iterator[tuple[str, Command | None]]:
+        """Commands that wait, by id, the oldest first; None for a file that is none."""
+        for path in sorted(self._folder.glob("*.command"), key=lambda found: (found.stat().st_mtime_ns, found.name)):
+            try:
+                content = path.read_bytes()[: _MOST_COMMAND_BYTES + 1]
+                command: Command | None = Command(**json.loads(content))
+            except (OSError, ValueError, TypeError):
+                command = None
+            yield path.stem, command
+
+    def answer(self, command: str, error: str | None) -> None:
+        """Say that a command was carried out, or why not; it is done with."""
+        self._write(f"{command}.answer", {"error": error})
+        (self._folder / f"{command}.command").unlink(missing_ok=True)
+
+    def submit(self, command: Command, *, timeout_seconds: float) -> str | None:
+        """Leave a command and wait: None when it was carried out, else why it was refused. Raises `NotTaken`."""
+        name = secrets.token_hex(8)
+        answer = self._folder / f"{name}.answer"
+        try:
+            fields = {field: getattr(command, field) for field in Command.__dataclass_fields__}
+            self._write(f"{name}.command", fields)
+        except OSError as error:
+            raise NotTaken(
+                f"{self._folder} cannot be written: {error.strerror}; run this as the server's user"
+            ) from None
+        ends = time.monotonic() + timeout_seconds
+        while not answer.exists():
+            if time.monotonic() > ends:
+                (self._folder / f"{name}.command").unlink(missing_ok=True)
+                if not answer.exists():
+                    raise NotTaken(f"the server did not carry it out within {timeout_seconds:g} s; look at its log")
+            time.sleep(0.02)
+        refused: str | None = json.loads(answer.read_text())["error"]
+        answer.unlink()
+        return refused
+
+    def _write(self, name: str, content: dict[str, object]) -> None:
+        temporary = self._folder / f"{name}.{os.getpid()}.new"
+        temporary.write_text(json.dumps(content))
+        with contextlib.suppress(OSError):
+            temporary.chmod(0o644)
+        temporary.rename(self._folder / name)

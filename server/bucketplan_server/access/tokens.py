@@ -1,0 +1,97 @@
+"""Tokens in memory: who holds which, found by one lookup of the token's hash.
+
+A token is 256 random bits. Its SHA-256 is what is stored: there is no dictionary to try against it, so a slow password
+hash would protect nothing and cost every call of every rank milliseconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from bucketplan_server.access.principal import Principal, Role
+
+__all__ = ["TOKEN_PREFIX", "Token", "TokenTable", "hash_token", "new_token"]
+
+TOKEN_PREFIX = "bpt_"
+"""So that people and secret scanners recognise one."""
+_RANDOM_BYTES = 32
+
+
+def new_token() -> str:
+    """A new secret."""
+    return TOKEN_PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
+
+
+def hash_token(secret: bytes) -> bytes:
+    """What is stored and compared of a token."""
+    return hashlib.sha256(secret).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One token without its secret. Times are nanoseconds since 1970; None: never."""
+
+    name: str
+    hash: bytes
+    role: Role
+    namespace: str | None
+    created_ns: int
+    expires_ns: int | None
+    revoked_ns: int | None
+
+    @property
+    def principal(self) -> Principal:
+        return Principal(self.name, self.role, self.namespace)
+
+    def state(self, now_ns: int) -> str:
+        """``valid``, ``expired`` or ``revoked``."""
+        if self.revoked_ns is not None:
+            return "revoked"
+        return "expired" if self.expires_ns is not None and now_ns >= self.expires_ns else "valid"
+
+
+class TokenTable:
+    """Every token by its hash, revoked and expired ones too, so that a refusal can name them."""
+
+    __slots__ = ("_by_hash", "required")
+
+    def __init__(self, *, required: bool) -> None:
+        self.required = required
+        self._by_hash: dict[bytes, tuple[Token, Principal, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_hash)
+
+    def replace(self, tokens: Iterable[Token]) -> None:
+        """Hold these from now on. The first token there ever was closes the server to callers without one, for good."""
+        ends_never = 2**63
+        self._by_hash = {
+            token.hash: (
+                token,
+                token.principal,
+                0 if token.revoked_ns is not None else ends_never if token.expires_ns is None else token.expires_ns,
+            )
+            for token in tokens
+        }
+        self.required = self.required or bool(self._by_hash)
+
+    def valid(self, secret: bytes) -> Principal | None:
+        """Who holds this token, None unless it is valid now.
+
+        Found by the hash, which nobody can steer towards a stored one byte by byte, then compared in constant time.
+        """
+        hashed = hashlib.sha256(secret).digest()
+        found = self._by_hash.get(hashed)
+        if found is None or not hmac.compare_digest(found[0].hash, hashed) or time.time_ns() >= found[2]:
+            return None
+        return found[1]
+
+    def known(self, secret: bytes) -> Token | None:
+        """The token of this secret, valid or not."""
+        found = self._by_hash.get(hash_token(secret))
+        return None if found is None else found[0]

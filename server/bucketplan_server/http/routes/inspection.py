@@ -1,0 +1,83 @@
+"""What people look into: the simulated step of a plan, and a decision by its digest."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path
+from starlette.requests import Request
+from starlette.responses import Response
+
+from bucketplan_core.plan import Plan
+from bucketplan_server.access import needs
+from bucketplan_server.http.answers import answer, wanted_encoding
+from bucketplan_server.http.describe import DIGEST, both, obj, problems
+from bucketplan_server.http.negotiation import MSGPACK_TYPE
+from bucketplan_server.http.routes.audit import Revision
+from bucketplan_server.http.routes.plans import Signature
+from bucketplan_server.http.state import State
+from bucketplan_server.memory import content_digest
+from bucketplan_server.planner.trace import trace_step
+
+__all__ = ["router"]
+
+router = APIRouter()
+_MAP: dict[str, Any] = {"type": "object"}
+
+
+@router.get(
+    "/v1/plans/{signature}/trace",
+    dependencies=[needs("auditor")],
+    summary="The simulated step before and after, as a Chrome trace for ui.perfetto.dev",
+    responses={
+        200: both(
+            obj({"displayTimeUnit": {"type": "string"}, "otherData": _MAP, "traceEvents": {"type": "array"}}),
+            "needs hardware figures in the request's options; times in microseconds, exact ones in `args`",
+        ),
+        **problems(
+            "invalid-parameter",
+            "not-acceptable",
+            "unknown-signature",
+            "unknown-revision",
+            "cannot-plan",
+            "planner-failed",
+            "quarantined",
+            "store-unavailable",
+        ),
+    },
+)
+async def trace(request: Request, state: State, signature: Signature, revision: Revision = None) -> Response:
+    encoding = wanted_encoding(request)
+    stored = await state.revisions.stored(signature, revision)
+    return answer(await state.pool.read(trace_step, stored), encoding)
+
+
+@router.get(
+    "/v1/decisions/{digest}",
+    dependencies=[needs("rank")],
+    summary="A decision by its digest, for ever the same",
+    responses={
+        200: both({**_MAP, "properties": {"signature": DIGEST}}, "in MessagePack the canonical bytes that hash to it"),
+        304: {"description": "the caller has this decision"},
+        **problems("invalid-parameter", "not-acceptable", "unknown-revision", "quarantined", "store-unavailable"),
+    },
+)
+async def get_decision(
+    request: Request,
+    state: State,
+    digest: Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="digest of the decision")],
+) -> Response:
+    encoding = wanted_encoding(request)
+    row = await state.plans.decision(digest)
+    headers = {
+        "Cache-Control": "max-age=31536000, immutable",
+        "ETag": f'"{digest}"' if encoding == "msgpack" else f'W/"{digest}"',
+        "Vary": "Accept",
+    }
+    if f'"{digest}"' in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    decision = Plan.decode(row.plan).decision
+    if encoding == "json":
+        return answer(decision.to_wire(), encoding, headers=headers)
+    headers["Content-Digest"] = content_digest(decision.encoded)
+    return Response(decision.encoded, media_type=MSGPACK_TYPE, headers=headers)
