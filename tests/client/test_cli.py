@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from typer.testing import CliRunner
 from bucketplan_client.cli.main import app
 from bucketplan_client.transport import PlanClient
 from bucketplan_core.attempt import AttemptRequest
+from bucketplan_core.collectives import Options
+from bucketplan_core.presets import GroupShape, resolve_preset
 from tests.client.requests import small_request
 from tests.support.server import RunningServer, running_server
 
@@ -143,6 +146,26 @@ class TestDoctor:
         monkeypatch.setenv("BUCKETPLAN_CACHE", str(tmp_path / "file" / "cache"))
         checks = {check["name"]: check for check in call_json(server, "doctor", status=1)["checks"]}
         assert "cannot be written" in checks["cache"]["found"]
+
+
+class TestExplaining:
+    def test_the_explanation_names_what_limits_the_step_and_why_each_bucket_is_as_it_is(self, tmp_path):
+        hardware = resolve_preset("gloo-loopback", {"fsdp": GroupShape(2, 1)})
+        request = small_request(num_params=6)
+        sized = replace(request.options, hardware=hardware, bucket_cap_bytes=1, first_bucket_cap_bytes=1)
+        with running_server(tmp_path) as running:
+            with PlanClient(running.url) as client:
+                planned = request.with_options(sized)
+                client.plan(planned)
+                client.plan(request.with_options(Options(strategy="auto", planner="auto/1")))
+            shown = call(running, "explain", planned.signature)
+            unknown = request.with_options(Options(strategy="auto", planner="auto/1")).signature
+            refused = call(running, "explain", unknown, status=4)
+        text = " ".join(shown.split())
+        assert "limited by compute takes 0 of" in text
+        assert "waiting for fsdp the most beside it" in text
+        assert "alone: merged with its neighbour the simulated step would be" in text
+        assert "planned as size/1 at the caps given" in " ".join(refused.split())
 
 
 class TestCalibrate:

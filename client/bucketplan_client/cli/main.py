@@ -10,6 +10,7 @@ import typer
 
 from bucketplan_client.cli.calibrate import calibrate
 from bucketplan_client.cli.doctor import Check, examine
+from bucketplan_client.cli.explanation import show_explanation
 from bucketplan_client.cli.output import (
     EXIT_CODES,
     EXIT_NEGATIVE,
@@ -221,11 +222,7 @@ def explain(context: typer.Context, signature: Signature, revision: Revision = N
     if as_json:
         print_json(found)
         return
-    facts({name: value for name, value in found.items() if isinstance(value, int | str)})
-    for name, value in found.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            columns = sorted({key for row in value for key in row})
-            table(columns, ([row.get(column) for column in columns] for row in value), empty=f"no {name}")
+    show_explanation(found)
 
 
 @app.command()
