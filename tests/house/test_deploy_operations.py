@@ -1,0 +1,169 @@
+"""nginx, systemd, Prometheus and Grafana files: accepted by their programs, and naming only what the server has."""
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from bucketplan_server.settings import SECRETS_VARIABLE, Settings
+from tests.support.deploy import DEPLOY, load_yaml, settings_of, stopping_seconds
+from tests.support.nginx import check_configuration, write_configuration
+from tests.support.server import RunningServer, running_server
+from tests.support.tools import tool
+
+PROMETHEUS = DEPLOY / "prometheus"
+DASHBOARD = json.loads((DEPLOY / "grafana" / "dashboard.json").read_text())
+UNIT = DEPLOY / "systemd" / "bucketplan-server.service"
+# prometheus-client adds the suffixes of a histogram; `up` is Prometheus' own.
+OWN_METRIC = re.compile(r"\b(?:bucketplan|process|python)_[a-z_]+\b|\bup\b(?=\{)")
+MOST_EXPOSURE = 15
+"""Tenths of systemd's exposure level: 1.5 of 10, where an ordinary service has 9.6."""
+
+
+def run(*command: str | Path, **options) -> str:
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, **options
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def served_metrics(tmp_path_factory) -> Iterator[set[str]]:
+    with running_server(tmp_path_factory.mktemp("server")) as server:
+        yield metric_names(server)
+
+
+def metric_names(server: RunningServer) -> set[str]:
+    """Every sample name of `/metrics`, those of a metric without samples yet included."""
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    declared = {line.split()[2] for line in lines if line.startswith("# TYPE")}
+    return declared | {re.match(r"\w+", line)[0] for line in lines if line and not line.startswith("#")}
+
+
+def alert_rules() -> list[dict[str, object]]:
+    return [rule for group in load_yaml(PROMETHEUS / "alerts.yaml")["groups"] for rule in group["rules"]]
+
+
+def dashboard_targets() -> list[str]:
+    return [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+
+
+class TestNginx:
+    def test_nginx_accepts_the_configuration(self, tmp_path):
+        main, _ = write_configuration(tmp_path, port=8443, replicas=[8321, 8322])
+        assert "syntax is ok" in check_configuration(main)
+
+    def test_it_lets_pass_what_the_server_takes_and_waits_as_long(self):
+        text = (DEPLOY / "nginx" / "bucketplan.conf").read_text()
+        (megabytes,) = re.findall(r"client_max_body_size\s+(\d+)m;", text)
+        assert int(megabytes) * 2**20 == Settings().max_body_bytes
+        (wait,) = re.findall(r"proxy_read_timeout (\d+)s;", text)
+        assert int(wait) > 600, "the longest ?wait= of the API"
+        assert int(wait) > Settings().plan_wait_seconds
+
+
+class TestSystemd:
+    @pytest.fixture
+    def unit(self, tmp_path) -> Path:
+        """The unit with a program that exists: systemd-analyze looks for it."""
+        text = UNIT.read_text()
+        assert "ExecStart=/opt/bucketplan/bin/bucketplan-server serve\n" in text
+        copy = tmp_path / UNIT.name
+        copy.write_text(re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", text, flags=re.MULTILINE))
+        return copy
+
+    def test_systemd_accepts_the_unit(self, unit):
+        said = run(tool("systemd-analyze", package="systemd"), "verify", "--man=no", "--recursive-errors=yes", unit)
+        assert unit.name not in said, said
+
+    def test_systemd_finds_it_well_sandboxed(self, unit):
+        run(
+            tool("systemd-analyze", package="systemd"),
+            "security",
+            "--offline=yes",
+            f"--threshold={MOST_EXPOSURE}",
+            "--no-pager",
+            unit,
+        )
+
+    def test_its_settings_are_valid_and_leave_time_to_drain(self):
+        lines = (DEPLOY / "systemd" / "server.env").read_text().splitlines()
+        settings = settings_of(dict(line.split("=", 1) for line in lines if line and not line.startswith("#")))
+        (timeout,) = re.findall(r"^TimeoutStopSec=(\d+)$", UNIT.read_text(), re.MULTILINE)
+        assert int(timeout) >= stopping_seconds(settings)
+        assert str(settings.sqlite_path).startswith("/var/lib/bucketplan/"), "the StateDirectory of the unit"
+        (files,) = re.findall(r"^LimitNOFILE=(\d+)$", UNIT.read_text(), re.MULTILINE)
+        assert int(files) > 2 * settings.expected_connections
+
+
+class TestPrometheus:
+    def test_promtool_accepts_the_rules_and_the_scrape_configuration(self):
+        promtool = tool("promtool", package="prometheus")
+        run(promtool, "check", "rules", PROMETHEUS / "alerts.yaml")
+        run(promtool, "check", "config", PROMETHEUS / "prometheus.yaml")
+
+    def test_every_alert_fires_where_it_should_and_only_there(self):
+        run(tool("promtool", package="prometheus"), "test", "rules", "alerts.test.yaml", cwd=PROMETHEUS)
+
+    def test_every_alert_has_a_case_in_which_it_fires(self):
+        cases = (PROMETHEUS / "alerts.test.yaml").read_text()
+        for rule in alert_rules():
+            assert f'alertname="{rule["alert"]}", alertstate="firing"' in cases, rule["alert"]
+
+    def test_every_alert_says_what_to_do(self):
+        for rule in alert_rules():
+            assert rule["labels"]["severity"] in ("critical", "warning")
+            assert set(rule["annotations"]) == {"summary", "description"}
+
+    def test_alerts_use_metrics_that_are_served(self, served_metrics):
+        used = {name for rule in alert_rules() for name in OWN_METRIC.findall(str(rule["expr"]))}
+        assert len(used) > 10
+        assert used - served_metrics - {"up"} == set()
+
+
+class TestDashboard:
+    def test_it_uses_metrics_that_are_served(self, served_metrics):
+        used = {name for expression in dashboard_targets() for name in OWN_METRIC.findall(expression)}
+        assert used - served_metrics == set()
+
+    def test_it_shows_every_metric_of_ours(self, served_metrics):
+        ours = {name for name in served_metrics if name.startswith("bucketplan_")}
+        # Parts of the one histogram, of which the panel takes the buckets.
+        hidden = {f"bucketplan_planning_seconds{part}" for part in ("", "_sum", "_count", "_created")}
+        shown = {name for expression in dashboard_targets() for name in OWN_METRIC.findall(expression)}
+        assert ours - hidden - shown == set()
+
+    def test_prometheus_can_parse_every_query(self, tmp_path):
+        rules = [
+            {"record": f"panel:query{index}", "expr": re.sub(r"\$__(rate_interval|range)", "5m", expression)}
+            for index, expression in enumerate(dashboard_targets())
+        ]
+        (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+        run(tool("promtool", package="prometheus"), "check", "rules", tmp_path / "rules.yaml")
+
+    def test_panels_have_their_own_place_and_number(self):
+        panels = DASHBOARD["panels"]
+        assert len({panel["id"] for panel in panels}) == len(panels)
+        cells = [
+            (x, y)
+            for panel in panels
+            for place in [panel["gridPos"]]
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        ]
+        assert len(set(cells)) == len(cells), "two panels overlap"
+        assert max(x for x, _ in cells) < 24, "Grafana has 24 columns"
+
+
+def test_every_variable_in_the_files_is_one_of_the_server():
+    known = {f"BUCKETPLAN_{name.upper()}" for name in Settings.model_fields} | {SECRETS_VARIABLE}
+    files = [path for path in DEPLOY.rglob("*") if path.is_file() and "demo" not in path.parts and path.suffix != ".md"]
+    named = {(path.name, name) for path in files for name in re.findall(r"\bBUCKETPLAN_[A-Z_]+\b", path.read_text())}
+    assert len(named) > 10
+    assert {pair for pair in named if pair[1] not in known} == set()
