@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 
-__all__ = ["DISABLE_VARIABLE", "disabled_by_environment", "job_from_environment"]
+from bucketplan_client.errors import BadToken
+
+__all__ = [
+    "DISABLE_VARIABLE",
+    "disabled_by_environment",
+    "job_from_environment",
+    "split_secrets",
+    "token_from_environment",
+]
 
 DISABLE_VARIABLE = "BUCKETPLAN_DISABLE"
 _OFF = frozenset({"", "0", "false", "no", "off"})
@@ -27,3 +37,30 @@ def job_from_environment() -> str:
         if value.lower() not in _NAMELESS:
             return value
     return "job"
+
+
+def token_from_environment() -> str | None:
+    """The bearer token: ``BUCKETPLAN_TOKEN``, else the content of the file that ``BUCKETPLAN_TOKEN_FILE`` names.
+
+    Raises `BadToken` for a file that cannot be read or is empty.
+    """
+    token = os.environ.get("BUCKETPLAN_TOKEN", "").strip()
+    path = os.environ.get("BUCKETPLAN_TOKEN_FILE", "")
+    if token or not path:
+        return token or None
+    try:
+        token = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise BadToken(f"BUCKETPLAN_TOKEN_FILE {path} cannot be read: {reason}") from None
+    if not token:
+        raise BadToken(f"BUCKETPLAN_TOKEN_FILE {path} is empty")
+    return token
+
+
+def split_secrets(address: str) -> tuple[str, str]:
+    """An address without the user and password in it, which errors and logs would show; and these."""
+    found = re.match(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<secret>[^/?#]*)@", address)
+    if found is None:
+        return address, ""
+    return found["scheme"] + address[found.end() :], found["secret"]

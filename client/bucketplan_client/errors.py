@@ -5,8 +5,10 @@
     │   ├── ServerUnreachable      no connection could be made within the deadline
     │   ├── DeadlineExceeded       the server was reached, but gave no whole answer within the deadline
     │   ├── ServerRefused          it answered with a problem: `problem`
+    │   │   └── AccessRefused      401 or 403: the token does not allow the call
     │   ├── CorruptAnswer          it answered what fails verification: `reason`
-    │   └── BadAddress             the server's address is no http or https URL: `address`
+    │   ├── BadAddress             the server's address is no http or https URL: `address`
+    │   └── BadToken               the token cannot be read or sent: `reason`; the secret itself is never shown
     ├── ScopeError                 module scopes do not fit the live model
     │   ├── UnknownScope           no module has that path: `spec`, `similar`
     │   ├── EmptyScope             its modules hold no parameter: `spec`
@@ -19,7 +21,11 @@
     ├── StoreFailed                the job's rendezvous store did not answer
     ├── CacheDamaged               a file of the plan cache is not what its name promises: `path` (reported, not raised)
     ├── FallbackRefused            no rank may go on without the server here: `rule`
-    └── PassFailed                 describing, planning or rewriting a graph failed: `step`, `cause`
+    ├── PassFailed                 describing, planning or rewriting a graph failed: `step`, `cause`
+    ├── StalePlan                  the graph is not the described one any more: `change` (rewrite/errors.py)
+    ├── RewriteError               the rewrite was taken back: `node`, `reason` (rewrite/errors.py)
+    ├── CompileConflict            an option of torch.compile gets in the way (inductor_options.py)
+    └── PipelineConflict           an option of torchtitan gets in the way (torchtitan.py)
 
 Errors of `bucketplan_core` say what is wrong with a document. These add where it happened and what to do about it.
 """
@@ -33,8 +39,10 @@ from typing import Any, TypeVar
 from bucketplan_core.errors import BucketplanError, describe_ranks
 
 __all__ = [
+    "AccessRefused",
     "AgreementError",
     "BadAddress",
+    "BadToken",
     "CacheDamaged",
     "ClientError",
     "CorruptAnswer",
@@ -182,7 +190,7 @@ class DeadlineExceeded(ServerError):
 
 
 _REMEDIES = {
-    "unauthorized": "Give the client a valid token (BUCKETPLAN_TOKEN)",
+    "unauthorized": "Give the client a valid token (BUCKETPLAN_TOKEN or BUCKETPLAN_TOKEN_FILE)",
     "forbidden": "Use a token whose role and job namespace allow this call",
     "schema-version": "Use releases of client and server that read the same schema version",
     "unknown-planner": "Use a server release that holds this planner version, or leave the planner open",
@@ -210,6 +218,10 @@ class ServerRefused(ServerError):
         )
 
 
+class AccessRefused(ServerRefused):
+    """The server wants a valid token (401), or another one than this caller's (403). Never tried again."""
+
+
 class CorruptAnswer(ServerError):
     """What the server answered failed verification, however often it was asked."""
 
@@ -233,6 +245,18 @@ class BadAddress(ServerError):
             f"{address!r} is no address of a planning server: {reason}",
             where=where,
             remedy="Set BUCKETPLAN_SERVER to a URL such as http://plans.example:8400",
+        )
+
+
+class BadToken(ServerError):
+    """The token cannot be read or sent; `reason` does not hold it."""
+
+    def __init__(self, reason: str, *, where: Where = _NOWHERE) -> None:
+        self.reason = reason
+        super().__init__(
+            f"the token for the planning server cannot be used: {reason}",
+            where=where,
+            remedy="Set BUCKETPLAN_TOKEN, or BUCKETPLAN_TOKEN_FILE to a file with the token alone",
         )
 
 

@@ -18,8 +18,11 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote_to_bytes
 
+from bucketplan_client.environment import split_secrets, token_from_environment
 from bucketplan_client.errors import (
+    AccessRefused,
     BadAddress,
+    BadToken,
     CorruptAnswer,
     DeadlineExceeded,
     Problem,
@@ -108,10 +111,11 @@ class _Call:
 class PlanClient:
     """A client of one planning server; threads may share it.
 
-    `address` defaults to ``BUCKETPLAN_SERVER``, `token` to ``BUCKETPLAN_TOKEN``. `rank` and `job` only name the caller
+    `address` defaults to ``BUCKETPLAN_SERVER``, `token` to ``BUCKETPLAN_TOKEN``, else to the content of the file
+    that ``BUCKETPLAN_TOKEN_FILE`` names, `ca_file` to ``BUCKETPLAN_CA_FILE``. `rank` and `job` only name the caller
     in errors. `deadline_s` bounds a call, the other times one try of it. `transport` replaces the network (see
     `bucketplan_client.testing`). Raises `BadAddress`; calls raise `ServerUnreachable`, `DeadlineExceeded`,
-    `ServerRefused` and `CorruptAnswer`, and nothing of httpx.
+    `ServerRefused` (`AccessRefused` for a token that does not do) and `CorruptAnswer`, and nothing of httpx.
     """
 
     def __init__(
@@ -128,16 +132,18 @@ class PlanClient:
         ca_file: str | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        self.address = (address or os.environ.get("BUCKETPLAN_SERVER") or "").rstrip("/")
+        given = (address or os.environ.get("BUCKETPLAN_SERVER") or "").rstrip("/")
+        self.address, userinfo = split_secrets(given)
         self.where = Where(rank=rank, job=job, server=self.address or None)
         self.deadline_s = deadline_s
-        self._timeout_s = {"GET": read_timeout_s, "POST": plan_timeout_s}
+        self._timeout_s = {"GET": read_timeout_s, "POST": plan_timeout_s, "PUT": plan_timeout_s}
         _check_address(self.address)
-        secret = token if token is not None else os.environ.get("BUCKETPLAN_TOKEN")
+        secret = token_from_environment() if token is None else token.strip()
+        _check_token(secret, where=self.where)
         headers = {"Accept": MSGPACK, "User-Agent": f"bucketplan/{_version()}"}
         if secret:
             headers["Authorization"] = f"Bearer {secret}"
-        elif userinfo := httpx.URL(self.address).userinfo:
+        elif userinfo:
             headers["Authorization"] = f"Basic {base64.b64encode(unquote_to_bytes(userinfo)).decode('ascii')}"
         from bucketplan_client.deadline_http import DeadlineTransport
 
@@ -259,6 +265,10 @@ class PlanClient:
             repeatable=repeatable,
         )
 
+    def put(self, path: str, body: WireValue, *, deadline_s: float | None = None) -> Answer:
+        """PUT `body`; a try whose fate is unknown is made again, since a repetition changes nothing."""
+        return self._send("PUT", path, body=pack(body), headers={}, read=_read_document, deadline_s=deadline_s)
+
     def _send(
         self,
         method: str,
@@ -378,6 +388,8 @@ class PlanClient:
             call.num_damaged += 1
             if call.num_damaged < _MAX_DAMAGED_REQUESTS:
                 return _Again(lambda num_tries, _: ServerRefused(problem, num_tries=num_tries, where=call.where))
+        if status in (401, 403):
+            return AccessRefused(problem, num_tries=call.num_tries, where=call.where)
         return ServerRefused(problem, num_tries=call.num_tries, where=call.where)
 
 
@@ -550,10 +562,20 @@ def _check_address(address: str) -> None:
         raise BadAddress(address, "it names no host")
 
 
+def _check_token(token: str | None, *, where: Where) -> None:
+    # A header holds visible ASCII only (RFC 6750); what httpx says of anything else would quote the secret.
+    if token and not all("!" <= letter <= "~" for letter in token):
+        raise BadToken("it holds spaces, line breaks or letters that no token has", where=where)
+
+
 def _ssl_context(ca_file: str | None) -> Any:
     import ssl
 
-    return ssl.create_default_context(cafile=ca_file or os.environ.get("BUCKETPLAN_CA_FILE"))
+    path = ca_file or os.environ.get("BUCKETPLAN_CA_FILE") or None
+    try:
+        return ssl.create_default_context(cafile=path)
+    except OSError as error:
+        raise BadAddress(str(path), f"as BUCKETPLAN_CA_FILE it holds no certificates: {error}") from error
 
 
 def _version() -> str:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from bucketplan_client.cache import default_cache_folder
 from bucketplan_client.environment import DISABLE_VARIABLE, disabled_by_environment, job_from_environment
-from bucketplan_client.errors import BadAddress, ClientError, ServerRefused
+from bucketplan_client.errors import BadAddress, BadToken, ClientError, ServerRefused
 from bucketplan_client.transport import JSON, Answer, PlanClient
 from bucketplan_core.wire import WireValue
 
@@ -39,7 +39,7 @@ def examine(address: str | None, *, token: str | None, timeout_s: float) -> list
     checks = [_switch()]
     try:
         client = PlanClient(address, token=token, deadline_s=min(timeout_s, 10.0))
-    except BadAddress as error:
+    except (BadAddress, BadToken) as error:
         return [*checks, Check(name="server", ok=False, found=error.message, remedy=error.remedy), *_host()]
     with client:
         checks += _server(client)

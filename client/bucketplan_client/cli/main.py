@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,7 +37,7 @@ app = typer.Typer(
 @dataclass(frozen=True, slots=True)
 class _Server:
     address: str | None
-    token: str | None
+    token: str | None = field(repr=False)
     timeout_s: float
 
     def connect(self) -> PlanClient:
@@ -55,7 +55,12 @@ def _connect(
     context: typer.Context,
     server: Annotated[str | None, typer.Option(envvar="BUCKETPLAN_SERVER", help="Address of the server.")] = None,
     token: Annotated[
-        str | None, typer.Option(envvar="BUCKETPLAN_TOKEN", help="Bearer token.", show_envvar=True)
+        str | None,
+        typer.Option(
+            envvar="BUCKETPLAN_TOKEN",
+            help="Bearer token; `ps` shows it, BUCKETPLAN_TOKEN_FILE does not.",
+            show_envvar=True,
+        ),
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that one call may take in all.", min=0.1)] = 30.0,
 ) -> None:

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from bucketplan_client.errors import (
     BadAddress,
+    BadToken,
     ClientError,
     CorruptAnswer,
     DeadlineExceeded,
@@ -117,7 +118,7 @@ def failing_well() -> Iterator[None]:
 
 
 def _status_of(error: ClientError) -> int:
-    if isinstance(error, BadAddress):
+    if isinstance(error, BadAddress | BadToken):
         return EXIT_USAGE
     if isinstance(error, ServerUnreachable | DeadlineExceeded):
         return EXIT_UNREACHABLE
