@@ -49,6 +49,9 @@ class Chain:
     quarantined: dict[tuple[str, int], Event] = field(default_factory=dict)
     active: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     active_until: int = 0
+    hardware: dict[tuple[str, int], Event] = field(default_factory=dict)
+    tokens_created: dict[str, Event] = field(default_factory=dict)
+    tokens_revoked: dict[str, Event] = field(default_factory=dict)
 
     def walk(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Check the next events, in order; a broken link is named and the walk goes on behind it."""
@@ -91,5 +94,12 @@ class Chain:
             for rank, slot, ordinal, digest in body["reports"]:
                 self.reports[job, body["attempt"], rank, slot, ordinal] = (event.seq, digest)
             self.report_times[event.seq] = event.at_ns
+        elif kind in ("token.created", "token.revoked"):
+            # Read together with `active`: rows of tokens change too.
+            if not self.active_until or event.seq <= self.active_until:
+                noted = self.tokens_created if kind == "token.created" else self.tokens_revoked
+                noted[body["name"]] = event
+        elif kind == "profile.stored":
+            self.hardware[body["name"], body["version"]] = event
         elif kind == "plan.quarantined":
             self.quarantined[signature, body["revision"]] = event

@@ -18,9 +18,11 @@ from bucketplan_core.epoch import Epoch
 from bucketplan_core.errors import BucketplanError
 from bucketplan_core.fields import Fields
 from bucketplan_core.plan import Plan
+from bucketplan_core.presets import MeasuredProfile
 from bucketplan_core.request import Request
 from bucketplan_core.wire import WireValue, digest_of, unpack
 from bucketplan_server.audit.chain import Chain, Event, Finding
+from bucketplan_server.audit.tokens import compare_tokens
 from bucketplan_server.planner.describe import request_facts
 from bucketplan_server.planner.planned import RevisionJob
 from bucketplan_server.store.engine import Store
@@ -29,6 +31,7 @@ from bucketplan_server.store.tables import (
     attempts,
     epochs,
     events,
+    hardware_profiles,
     job_signatures,
     profiles,
     quarantine,
@@ -36,6 +39,7 @@ from bucketplan_server.store.tables import (
     revisions,
     signatures,
 )
+from bucketplan_server.store.tokens import read_tokens
 
 __all__ = ["Finding", "Verification", "verify"]
 
@@ -111,6 +115,7 @@ class _Run:
         self._quarantined: dict[tuple[str, int], tuple[int, str]] = {}
         self._reported: set[tuple[str, str]] = set()
         self._profiles: set[str] = set()
+        self._hardware: dict[tuple[str, int], dict[str, Any]] = {}
         self._epochs: dict[str, int] = {}
 
     async def run(self, expected_head: tuple[int, str] | None) -> None:
@@ -122,6 +127,7 @@ class _Run:
         await self._read_jobs()
         async with self._store.read() as connection:
             pointers = (await connection.execute(select(active))).mappings().all()
+            held = await read_tokens(connection)
             marked = (await connection.execute(select(quarantine))).mappings().all()
             self.chain.active_until = int(await connection.scalar(select(func.max(events.c.seq))) or 0)
         self._quarantined = {(row["signature"], row["revision"]): (row["found_ns"], row["detail"]) for row in marked}
@@ -138,6 +144,7 @@ class _Run:
         self._compare_revisions(head)
         self._compare_active({(row["signature"], row["job"]): (row["revision"], row["changed_ns"]) for row in pointers})
         self._compare_jobs(head)
+        self.chain.findings += compare_tokens(held, self.chain.tokens_created, self.chain.tokens_revoked)
 
     def _find(self, where: str, detail: str) -> None:
         self.chain.findings.append(Finding(where, detail))
@@ -161,6 +168,16 @@ class _Run:
             for row in rows:
                 self._profiles.add(row["digest"])
                 self._check_hash(f"profiles[{row['digest']}]", row["profile"], row["digest"])
+
+        async for rows in self._pages(hardware_profiles, (hardware_profiles.c.name, hardware_profiles.c.version)):
+            for row in rows:
+                where = f"hardware_profiles[{row['name']}, {row['version']}]"
+                self._hardware[row["name"], row["version"]] = row
+                if self._check_hash(f"{where}.profile", row["profile"], row["digest"]):
+                    try:
+                        MeasuredProfile.from_wire(unpack(row["profile"]))
+                    except BucketplanError as error:
+                        self._find(f"{where}.profile", f"cannot be read: {error}")
 
     async def _read_signatures(self) -> None:
         async for rows in self._pages(signatures, (signatures.c.signature,)):
@@ -304,6 +321,20 @@ class _Run:
                 self._find(f"quarantine[{name[0]}, {name[1]}]", f"is {row_found}, event {event.seq} says {expected}")
         for name in self._quarantined.keys() - self.chain.quarantined.keys():
             self._find(f"quarantine[{name[0]}, {name[1]}]", "no event says so")
+
+    def _compare_hardware(self, head: int) -> None:
+        for name, event in self.chain.hardware.items():
+            if event.seq <= head and name not in self._hardware:
+                self._find(f"hardware_profiles[{name[0]}, {name[1]}]", f"is missing, event {event.seq} stored it")
+        for name, row in self._hardware.items():
+            where = f"hardware_profiles[{name[0]}, {name[1]}]"
+            found = self.chain.hardware.get(name)
+            if found is None:
+                self._find(where, "no event says that it was stored")
+                continue
+            said = {**found.body, "created_ns": found.at_ns, "actor": found.actor, "reason": found.reason}
+            for column in ("digest", "created_ns", "actor", "reason"):
+                self._compare(f"{where}.{column}", row[column], said.get(column), found)
 
     def _compare_active(self, pointers: Mapping[tuple[str, str], tuple[int, int]]) -> None:
         for key in sorted(pointers.keys() | self.chain.active.keys()):
