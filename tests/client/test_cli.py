@@ -16,7 +16,8 @@ from bucketplan_client.cli.main import app
 from bucketplan_client.transport import PlanClient
 from bucketplan_core.attempt import AttemptRequest
 from bucketplan_core.collectives import Options
-from bucketplan_core.presets import GroupShape, resolve_preset
+from bucketplan_core.presets import GroupShape, MeasuredProfile, resolve_preset
+from bucketplan_core.wire import from_json
 from tests.client.requests import small_request
 from tests.support.server import RunningServer, running_server
 
@@ -168,12 +169,50 @@ class TestExplaining:
         assert "planned as size/1 at the caps given" in " ".join(refused.split())
 
 
+SMALL = ("--ranks", "2", "--max-bytes", "65536", "--repeats", "2", "--matrix-size", "64")
+
+
 class TestCalibrate:
-    def test_measures_two_ranks_of_this_host_without_a_server(self, tmp_path):
-        small = ("--ranks", "2", "--max-bytes", "65536", "--repeats", "2", "--matrix-size", "64")
-        result = CliRunner().invoke(app, ["calibrate", "--name", "laptop", *small, "--json"])
+    def test_measures_two_ranks_of_this_host_without_a_server(self):
+        result = CliRunner().invoke(app, ["calibrate", "--name", "laptop", *SMALL, "--json"])
         assert result.exit_code == 0, result.output
         assert json.loads(result.stdout)["name"] == "laptop"
+
+    def test_what_was_measured_is_stored_by_name_and_kept_where_it_cannot_be(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        nobody = ["--server", "http://127.0.0.1:9", "--timeout", "1", "calibrate", "--store", "two-gloo", *SMALL]
+        lost = CliRunner().invoke(app, nobody)
+        assert lost.exit_code == 3, lost.output
+        assert "bucketplan calibrate --store two-gloo --from two-gloo.profile.json" in lost.stderr
+        assert "error on sizes not fitted" in lost.stdout
+        measured = MeasuredProfile.from_wire(from_json((tmp_path / "two-gloo.profile.json").read_bytes()))
+        assert measured.shape == GroupShape(2, 1)
+        with running_server(tmp_path) as running:
+            assert "version 1" in call(running, "calibrate", "--store", "two-gloo", "--from", "two-gloo.profile.json")
+            # The same content again is no new version; another name is a profile of its own.
+            assert "version 1" in call(running, "calibrate", "--store", "two-gloo", "--from", "two-gloo.profile.json")
+            assert "stored as other, version 1" in call(
+                running, "calibrate", "--store", "other", "--from", "two-gloo.profile.json", "--reason", "a copy"
+            )
+            with PlanClient(running.url) as client:
+                stored = client.get("/v1/profiles/two-gloo").body
+                assert client.get("/v1/profiles/other").body["reason"] == "a copy"
+        assert MeasuredProfile.from_wire(stored["profile"]) == measured
+        assert stored["reason"] == "calibrated"
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            ((), "name the profile with --name"),
+            (("--name", "a", "--store", "b"), "cannot be stored as 'b'"),
+            (("--from", "profile.json"), "say under which name with --store"),
+            (("--store", "a", "--from", "missing.json"), "missing.json is no measured profile"),
+        ],
+    )
+    def test_wrong_usage_is_refused_before_anything_is_measured(self, arguments, said):
+        result = CliRunner().invoke(app, ["calibrate", *arguments])
+        assert result.exit_code == 2
+        assert said in " ".join(result.output.replace("│", " ").split())
 
 
 class TestForm:

@@ -1,4 +1,4 @@
-"""`bucketplan calibrate`: start the calibration job on this host's devices and hand back the profile it measured."""
+"""`bucketplan calibrate`: measure this host's devices in a job of its own, hand back the profile, store it by name."""
 
 from __future__ import annotations
 
@@ -7,52 +7,122 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from bucketplan_client.cli.output import EXIT_NEGATIVE, print_json, working
-from bucketplan_core.wire import from_json
+from bucketplan_client.cli.output import EXIT_NEGATIVE, EXIT_USAGE, failing_well, print_json, working
+from bucketplan_core.errors import DecodeError
+from bucketplan_core.presets import MeasuredProfile
+from bucketplan_core.wire import WireValue, from_json, to_json
 
 __all__ = ["calibrate"]
 
 
 def calibrate(
-    name: Annotated[str, typer.Option(help="Name of the profile.")],
+    context: typer.Context,
+    name: Annotated[str | None, typer.Option(help="Name of the profile; that of --store where left out.")] = None,
     ranks: Annotated[int, typer.Option(help="Processes on this host, one a device.", min=2)] = 8,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the profile here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write measured and fitted times here, as PNG.")] = None,
+    store: Annotated[str | None, typer.Option(help="Store it on the server under this name.", metavar="NAME")] = None,
+    measured: Annotated[
+        Path | None, typer.Option("--from", help="Store this profile, written by --output, and measure nothing.")
+    ] = None,
+    reason: Annotated[str, typer.Option(help="Why it is stored; goes into the audit log.")] = "calibrated",
     min_bytes: Annotated[int, typer.Option(help="Smallest full tensor.", min=4)] = 4_096,
     max_bytes: Annotated[int, typer.Option(help="Largest full tensor.", min=8)] = 1 << 30,
     repeats: Annotated[int, typer.Option(help="Timed repetitions of each size.", min=1)] = 20,
     matrix_size: Annotated[int, typer.Option(help="Side of the matrices that compute rates use.", min=16)] = 4_096,
     as_json: Annotated[bool, typer.Option("--json", help="Answer with the profile as JSON.")] = False,
 ) -> None:
-    """Measure collectives, copies and launches of this host, or of the job that torchrun started; needs no server.
+    """Measure collectives, copies and launches of this host, or of the job that torchrun started.
 
-    For several hosts start it on all of them: torchrun ... --no-python bucketplan calibrate --name NAME.
+    Needs a server only for --store. For several hosts start it on all of them:
+    torchrun ... --no-python bucketplan calibrate --name NAME.
     """
-    given: dict[str, object] = {"name": name, "min-bytes": min_bytes, "max-bytes": max_bytes, "repeats": repeats}
-    given |= {"matrix-size": matrix_size} | ({} if plot is None else {"plot": plot})
-    if "RANK" in os.environ:
-        from bucketplan_client.calibrate.__main__ import main as run_rank
-
-        given |= {} if output is None else {"output": output}
-        raise typer.Exit(run_rank(_flags(given)))
-    with tempfile.TemporaryDirectory() as folder:
-        profile = output if output is not None else Path(folder) / "profile.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command += ["-m", "bucketplan_client.calibrate", *_flags({**given, "output": profile})]
-        with working(f"calibrating {ranks} ranks"):
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-        if done.returncode != 0:
-            sys.stderr.write(done.stdout + "error: the calibration job failed; its messages are above\n")
-            raise typer.Exit(EXIT_NEGATIVE)
+    own_name = _name_of(name, store, measured)
+    if measured is not None:
+        profile = replace(_read(measured), name=own_name)
+        _store(context, profile, reason, kept=measured)
         if as_json:
-            print_json(from_json(profile.read_bytes()))
+            print_json(profile.to_wire())
+        return
+    given: dict[str, object] = {"name": own_name, "min-bytes": min_bytes, "max-bytes": max_bytes, "repeats": repeats}
+    given |= {"matrix-size": matrix_size} | ({} if plot is None else {"plot": plot})
+    with tempfile.TemporaryDirectory() as folder:
+        path = output if output is not None else Path(folder) / "profile.json"
+        if "RANK" in os.environ:
+            from bucketplan_client.calibrate.__main__ import main as run_rank
+
+            status = run_rank(_flags({**given, "output": path} if output is not None or store is not None else given))
+            if status or os.environ["RANK"] != "0":
+                raise typer.Exit(status)
         else:
-            sys.stdout.write(done.stdout)
+            report = _run_job(ranks, {**given, "output": path})
+            if as_json:
+                print_json(from_json(path.read_bytes()))
+            else:
+                sys.stdout.write(report)
+        if store is not None:
+            _store(context, _read(path), reason, kept=output)
+
+
+def _name_of(name: str | None, store: str | None, measured: Path | None) -> str:
+    """The profile's name, which is the one it is stored under."""
+    if measured is not None and store is None:
+        raise typer.BadParameter("say under which name with --store", param_hint="--from")
+    if name is not None and store is not None and name != store:
+        raise typer.BadParameter(
+            f"the profile is named {name!r}, it cannot be stored as {store!r}", param_hint="--store"
+        )
+    found = name if name is not None else store
+    if found is None:
+        raise typer.BadParameter("name the profile with --name, or with --store to store it", param_hint="--name")
+    return found
+
+
+def _run_job(ranks: int, given: Mapping[str, object]) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["-m", "bucketplan_client.calibrate", *_flags(given)]
+    with working(f"calibrating {ranks} ranks"):
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        sys.stderr.write(done.stdout + "error: the calibration job failed; its messages are above\n")
+        raise typer.Exit(EXIT_NEGATIVE)
+    return done.stdout
+
+
+def _read(path: Path) -> MeasuredProfile:
+    try:
+        return MeasuredProfile.from_wire(from_json(path.read_bytes()))
+    except (OSError, DecodeError) as error:
+        sys.stderr.write(f"error: {path} is no measured profile: {error}\n")
+        raise typer.Exit(EXIT_USAGE) from None
+
+
+def _store(context: typer.Context, profile: MeasuredProfile, reason: str, *, kept: Path | None) -> None:
+    """Send the profile; a measurement that cannot be stored is kept in a file, for `--from`."""
+    body: dict[str, WireValue] = {"profile": profile.to_wire(), "reason": reason}
+    stored: dict[str, Any] | None = None
+    try:
+        with failing_well(), context.obj.connect() as client, working("storing the profile"):
+            stored = client.put(f"/v1/profiles/{profile.name}", body).body
+    finally:
+        if stored is None:
+            path = kept if kept is not None else _keep(profile)
+            sys.stderr.write(
+                f"the profile is in {path}; store it with: bucketplan calibrate --store {profile.name} --from {path}\n"
+            )
+    sys.stderr.write(f"stored as {profile.name}, version {stored['version']}, digest {stored['digest']}\n")
+
+
+def _keep(profile: MeasuredProfile) -> Path:
+    path = Path(f"{profile.name}.profile.json")
+    path.write_bytes(to_json(profile.to_wire(), indent=2) + b"\n")
+    return path
 
 
 def _flags(given: Mapping[str, object]) -> list[str]:
