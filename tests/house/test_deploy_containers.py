@@ -1,15 +1,18 @@
 """The image, the compose file and the manifests: accepted by the validators of their users, and true of the server."""
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 import zipfile
 from pathlib import Path
 
 import kubernetes_validate
 import pytest
+import trustme
 
 from bucketplan_server.settings import SECRETS_VARIABLE, Settings
 from tests.support.deploy import (
@@ -24,7 +27,7 @@ from tests.support.deploy import (
     stopping_seconds,
 )
 from tests.support.paths import ROOT
-from tests.support.server import running_server
+from tests.support.server import free_port, running_server
 from tests.support.tools import tool
 
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
@@ -106,6 +109,27 @@ class TestImage:
             failed = run(*check, env=environment)
             assert failed.returncode == 1
             assert "/readyz" in failed.stderr
+
+    def test_the_health_check_speaks_https_where_the_server_does(self, tmp_path):
+        certificate = trustme.CA().issue_cert("plans.example")
+        certificate.private_key_pem.write_to_path(tmp_path / "tls.key")
+        certificate.cert_chain_pems[0].write_to_path(tmp_path / "tls.crt")
+        files = {name: str(tmp_path / f"tls.{end}") for name, end in (("tls_certificate", "crt"), ("tls_key", "key"))}
+        port = free_port()
+        variables = {f"BUCKETPLAN_{name.upper()}": value for name, value in files.items()}
+        variables |= {"BUCKETPLAN_PORT": str(port), "BUCKETPLAN_DATABASE": str(tmp_path / "plans.db")}
+        server = subprocess.Popen(
+            [sys.executable, "-m", "bucketplan_server", "serve"], env=os.environ | variables, stderr=subprocess.DEVNULL
+        )
+        try:
+            deadline = time.monotonic() + 60
+            while run(sys.executable, "-ES", DEPLOY / "docker" / "healthcheck.py", env=variables).returncode != 0:
+                assert server.poll() is None
+                assert time.monotonic() < deadline, "the health check never passed"
+                time.sleep(0.2)
+        finally:
+            server.kill()
+            server.wait()
 
 
 class TestCompose:

@@ -8,11 +8,15 @@ from pathlib import Path
 
 import httpx
 import pytest
+import typer.main
 import yaml
 
+from bucketplan_client.cli.main import app as client_app
+from bucketplan_server.cli import app as server_app
 from bucketplan_server.settings import SECRETS_VARIABLE, Settings
 from tests.support.deploy import DEPLOY, load_yaml, settings_of, stopping_seconds
 from tests.support.nginx import check_configuration, write_configuration
+from tests.support.paths import ROOT
 from tests.support.server import RunningServer, running_server
 from tests.support.tools import tool
 
@@ -167,3 +171,24 @@ def test_every_variable_in_the_files_is_one_of_the_server():
     named = {(path.name, name) for path in files for name in re.findall(r"\bBUCKETPLAN_[A-Z_]+\b", path.read_text())}
     assert len(named) > 10
     assert {pair for pair in named if pair[1] not in known} == set()
+
+
+class TestGuide:
+    GUIDE = (DEPLOY / "README.md").read_text()
+
+    def test_its_variables_exist(self):
+        client = (ROOT / "client" / "README.md").read_text()
+        known = {f"BUCKETPLAN_{name.upper()}" for name in Settings.model_fields} | {SECRETS_VARIABLE}
+        named = set(re.findall(r"\bBUCKETPLAN_[A-Z_]+\b", self.GUIDE)) - known
+        assert {name for name in named if f"`{name}`" not in client} == set()
+
+    def test_its_commands_exist(self):
+        commands = set(re.findall(r"(?:`|^ {4}|srun )bucketplan ([a-z]+)", self.GUIDE, re.MULTILINE))
+        assert len(commands) > 5
+        assert commands - set(typer.main.get_command(client_app).commands) == set()
+        server = set(re.findall(r"\bbucketplan-server (?!-)([a-z]+)", self.GUIDE))
+        assert server - {"token"} - {command.callback.__name__ for command in server_app.registered_commands} == set()
+
+    def test_its_links_lead_somewhere(self):
+        for target in re.findall(r"\]\(([^)#]+)\)", self.GUIDE):
+            assert (DEPLOY / target).exists(), target
