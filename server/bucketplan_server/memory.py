@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
+import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +13,7 @@ from bucketplan_core.epoch import Epoch
 from bucketplan_server.http.negotiation import MSGPACK_TYPE
 from bucketplan_server.store.plans import PlanRow
 
-__all__ = ["Entry", "EpochMemory", "PlanMemory", "Served", "build_entry", "fixed_key", "plan_headers"]
+__all__ = ["Entry", "EpochMemory", "PlanMemory", "Served", "build_entry", "content_digest", "fixed_key", "plan_headers"]
 
 _WORTH_COMPRESSING_BYTES = 1024
 """Below this a gzip header and the work of inflating cost more than the bytes that are saved."""
@@ -55,6 +57,11 @@ def build_entry(active: PlanRow, first: PlanRow) -> Entry:
     return Entry(active=served, first=served if first == active else _serve(first))
 
 
+def content_digest(body: bytes) -> str:
+    """The value of `Content-Digest` (RFC 9530) for a body as it is sent, content coding included."""
+    return f"sha-256=:{base64.b64encode(hashlib.sha256(body).digest()).decode()}:"
+
+
 def plan_headers(row: PlanRow, *, weak: bool) -> list[tuple[bytes, bytes]]:
     """Headers that every answer with this plan carries.
 
@@ -90,6 +97,7 @@ def _messages(row: PlanRow, body: bytes, *, encoding: bytes | None) -> tuple[Mes
     headers = [
         (b"content-type", MSGPACK_TYPE.encode()),
         (b"content-length", str(len(body)).encode()),
+        (b"content-digest", content_digest(body).encode()),
         *plan_headers(row, weak=encoding is not None),
     ]
     if encoding is not None:

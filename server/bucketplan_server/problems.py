@@ -40,6 +40,7 @@ _TYPES = (
     ProblemType("unknown-signature", 404, "No plan is stored for this signature"),
     ProblemType("unknown-epoch", 404, "No such epoch is stored"),
     ProblemType("unknown-attempt", 404, "No such attempt of this job was opened"),
+    ProblemType("unknown-profile", 404, "No hardware profile of this name is stored"),
     ProblemType("unknown-revision", 404, "The signature has no such revision"),
     ProblemType("method-not-allowed", 405, "The address does not take this method"),
     ProblemType("not-acceptable", 406, "None of the accepted media types can be answered"),

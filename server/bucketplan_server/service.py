@@ -23,6 +23,7 @@ from bucketplan_server.store.plans import (
     Damaged,
     PlanRow,
     load_active,
+    load_decision,
     load_numbered,
     load_revision,
     quarantine_revision,
@@ -149,6 +150,18 @@ class PlanService:
         except StoreError as error:
             raise self.store_unavailable(error) from None
         return (await asyncio.to_thread(build_entry, row, row)).active
+
+    async def decision(self, digest: str) -> PlanRow:
+        """A revision with this decision, whatever its signature; raises ``unknown-revision`` where there is none."""
+        try:
+            row = await load_decision(self._store, digest)
+        except Damaged as damaged:
+            raise await self._quarantine(damaged) from None
+        except StoreError as error:
+            raise self.store_unavailable(error) from None
+        if row is None:
+            raise Problem("unknown-revision", f"no stored plan has decision {digest}", fields={"digest": digest})
+        return row
 
     async def revision(self, signature: str, digest: str) -> PlanRow | None:
         """The revision of `signature` with this decision, None where the store has none."""

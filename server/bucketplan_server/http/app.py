@@ -12,7 +12,7 @@ from bucketplan_server import __version__
 from bucketplan_server.access.authenticate import login_redirect, refusal_reason
 from bucketplan_server.access.dependency import principal_of
 from bucketplan_server.http.answers import problem_answer
-from bucketplan_server.http.routes import audit, events, jobs, operation, plans, revisions
+from bucketplan_server.http.routes import audit, events, inspection, jobs, operation, plans, profiles, revisions
 from bucketplan_server.http.state import AppState
 from bucketplan_server.problems import Problem
 
@@ -35,8 +35,8 @@ def build_app(state: AppState) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.parts = state
-    for router in (plans.router, audit.router, revisions.router, jobs.router, events.router, operation.router):
-        app.include_router(router)
+    for module in (plans, audit, inspection, revisions, profiles, jobs, events, operation):
+        app.include_router(module.router)
     app.add_exception_handler(Problem, _on_problem)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)

@@ -16,6 +16,7 @@ from bucketplan_core.epoch import Epoch, complete_options
 from bucketplan_core.errors import BucketplanError
 from bucketplan_core.fields import Fields
 from bucketplan_core.planners import find_planner
+from bucketplan_core.presets import GroupShape, resolve_measured
 from bucketplan_core.request import Request
 from bucketplan_core.wire import WireValue, unpack
 from bucketplan_server.access.principal import bare_job
@@ -26,6 +27,7 @@ from bucketplan_server.service import PlanService
 from bucketplan_server.settings import Settings
 from bucketplan_server.store.engine import Store, StoreError
 from bucketplan_server.store.events import Cause
+from bucketplan_server.store.hardware import load_profile
 from bucketplan_server.store.jobs import (
     Attempt,
     Conflict,
@@ -84,7 +86,7 @@ class JobService:
 
     async def open(self, job: str, request: AttemptRequest, cause: Cause) -> Opened:
         """Open an attempt, or answer the one that was opened under this key."""
-        options = self._complete(request.options)
+        options = self._complete(await self._with_figures(request))
         if request.held_epoch is not None and request.held_epoch.job != bare_job(job):
             raise Problem(
                 "conflict",
@@ -307,6 +309,33 @@ class JobService:
                     digest=digest,
                     others=first,
                 )
+
+    async def _with_figures(self, request: AttemptRequest) -> Mapping[str, WireValue]:
+        """The leader's options with the figures of the stored profiles that it names; raises ``unknown-profile``."""
+        named = request.options.get("hardware")
+        if not isinstance(named, str | list):
+            return request.options
+        names = [named] if isinstance(named, str) else named
+        found = []
+        for name in names:
+            try:
+                stored = await load_profile(self._store, name) if isinstance(name, str) else None
+            except StoreError as error:
+                raise self._plans.store_unavailable(error) from None
+            if stored is None:
+                raise Problem(
+                    "unknown-profile",
+                    f"body.options.hardware names {name!r}, which is not stored",
+                    fields={"path": "body.options.hardware", "value": name if isinstance(name, str) else repr(name)},
+                )
+            found.append(stored.profile)
+        # One role's groups may differ by a rank; the largest is what its slowest members wait for.
+        sizes = {role: max(map(len, groups), default=1) for role, groups in request.participants.items()}
+        shapes = {role: GroupShape(size, request.topology.get(role, 1)) for role, size in sizes.items()}
+        try:
+            return {**request.options, "hardware": resolve_measured(found, shapes).to_wire()}
+        except BucketplanError as error:
+            raise refuse(error).problem() from None
 
     def _complete(self, given: Mapping[str, WireValue]) -> Options:
         try:

@@ -32,6 +32,7 @@ class PlannerPool:
         self._retry_after = str(retry_after_seconds)
         self._executor = self._start()
         self.crashes = 0
+        self._readers: PlannerPool | None = None
 
     async def warm_up(self) -> None:
         """Returns when a process has started and imported what planning needs."""
@@ -61,7 +62,25 @@ class PlannerPool:
         """How two revisions differ in request and decision; raises `Problem`."""
         return await self._checked(worker.diff_plans, a, b)
 
+    async def read(self, function: Callable[..., T], *arguments: object) -> T:
+        """What `function`, which must be one of a module, makes of stored documents; raises `Problem`.
+
+        It runs in a process of its own, started at the first call, so that who looks does not wait behind plannings.
+        """
+        if self._readers is None:
+            memory_bytes, timeout_seconds = self._limits
+            self._readers = PlannerPool(
+                processes=1,
+                memory_bytes=memory_bytes,
+                timeout_seconds=timeout_seconds,
+                retry_after_seconds=int(self._retry_after),
+            )
+        result: T = await self._readers._checked(worker.read, function, *arguments)
+        return result
+
     def close(self) -> None:
+        if self._readers is not None:
+            self._readers.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def _checked(self, function: Callable[..., T | Refused], *arguments: object) -> T:

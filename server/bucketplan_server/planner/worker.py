@@ -35,6 +35,7 @@ __all__ = [
     "explain_plan",
     "initialize",
     "plan",
+    "read",
     "replay_revision",
     "revise",
     "warm_up",
@@ -108,6 +109,11 @@ def diff_plans(a: Stored, b: Stored) -> dict[str, WireValue] | Refused:
         }
 
     return _guarded(work)
+
+
+def read(function: Callable[..., T], *arguments: object) -> T | Refused:
+    """What `function` of another module makes of stored documents, within the limits of this process."""
+    return _guarded(lambda: function(*arguments))
 
 
 def canonicalize(body: bytes) -> Canonical | Refused:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from sqlalchemy import event, text
+from sqlalchemy import RowMapping, event, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
@@ -22,7 +22,7 @@ from sqlalchemy.pool import NullPool
 from bucketplan_server.store.lock import FileLock
 from bucketplan_server.store.migrate import upgrade
 
-__all__ = ["Store", "StoreError", "open_for_reading", "open_store", "store_url"]
+__all__ = ["Store", "StoreError", "open_for_reading", "open_store", "plain_row", "store_url"]
 
 _WRITER_LOCK = 0x6275636B6574
 """Key of the advisory lock that orders writers on PostgreSQL: "bucket" in ASCII."""
@@ -111,6 +111,11 @@ class Store:
         except (SQLAlchemyError, OSError, TimeoutError) as error:
             self.errors += 1
             raise StoreError(_reason(error)) from error
+
+
+def plain_row(row: RowMapping) -> dict[str, Any]:
+    """The row under names that are exactly `str`: a mapping's own keys are of a subclass, which no encoder takes."""
+    return {str(name): value for name, value in row.items()}
 
 
 def _reason(error: BaseException) -> str:

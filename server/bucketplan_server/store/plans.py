@@ -25,6 +25,7 @@ __all__ = [
     "PlanRow",
     "insert_or_ignore",
     "load_active",
+    "load_decision",
     "load_numbered",
     "load_requests",
     "load_revision",
@@ -82,6 +83,20 @@ async def load_revision(store: Store, signature: str, digest: str) -> PlanRow | 
             .order_by(revisions.c.revision)
             .limit(1)
         )
+        row = (await connection.execute(query)).mappings().first()
+    return None if row is None else _checked(row)
+
+
+async def load_decision(store: Store, digest: str) -> PlanRow | None:
+    """The oldest revision of any signature with this decision digest; raises `Damaged`, `StoreError`."""
+    query = (
+        select(revisions, quarantine.c.detail)
+        .outerjoin(quarantine, _in_quarantine())
+        .where(revisions.c.digest == digest)
+        .order_by(revisions.c.created_ns, revisions.c.signature, revisions.c.revision)
+        .limit(1)
+    )
+    async with store.read() as connection:
         row = (await connection.execute(query)).mappings().first()
     return None if row is None else _checked(row)
 

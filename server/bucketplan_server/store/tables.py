@@ -25,6 +25,7 @@ __all__ = [
     "attempts",
     "epochs",
     "events",
+    "hardware_profiles",
     "job_signatures",
     "metadata",
     "profiles",
@@ -187,3 +188,16 @@ tokens = Table(
     UniqueConstraint("hash", name="uq_tokens_hash"),
 )
 """Who may call: the SHA-256 of each secret, its role, and the namespace that its jobs are in (none: all)."""
+
+hardware_profiles = Table(
+    "hardware_profiles",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("version", Integer, primary_key=True, autoincrement=False),
+    Column("digest", _DIGEST, nullable=False),
+    Column("profile", LargeBinary, nullable=False),
+    Column("created_ns", BigInteger, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+)
+"""Measured hardware profiles, canonical bytes; each content that was stored under a name is another version."""

@@ -42,7 +42,10 @@ _OPEN_BODY = obj(
             "description": "epoch of an attempt that runs; it is adopted",
         },
         "key": {"type": "string", "description": "nonce of this start; repeating the call with it is harmless"},
-        "options": {"type": "object", "description": "planning options that the user gave"},
+        "options": {
+            "type": "object",
+            "description": "planning options that the user gave; `hardware` holds figures, or names stored profiles",
+        },
         "participants": {
             "type": "object",
             "description": "rank lists of each role's groups; empty where unknown",
@@ -89,6 +92,8 @@ _STATUS = obj(
             "invalid-body",
             "invalid-parameter",
             "not-acceptable",
+            "unknown-profile",
+            "cannot-plan",
             "conflict",
             "body-too-large",
             "unsupported-media-type",
