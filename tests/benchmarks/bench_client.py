@@ -33,35 +33,40 @@ import bucketplan_client
 package = time.process_time() - started
 for name in bucketplan_client.__all__:
     getattr(bucketplan_client, name)
-print(package * 1e3, (time.process_time() - started) * 1e3, (resident() - before) / 2**20)
+names, names_mb = time.process_time() - started, (resident() - before) / 2**20
+bucketplan_client.PlanClient("http://127.0.0.1:1").close()
+client, client_mb = time.process_time() - started, (resident() - before) / 2**20
+print(package * 1e3, names * 1e3, names_mb, client * 1e3, client_mb)
 """
 
 
 def run() -> Result:
     imports = [_import() for _ in range(_IMPORT_ROUNDS)]
-    package_ms, import_ms, import_mb = (statistics.median(column) for column in zip(*imports, strict=True))
+    package_ms, import_ms, import_mb, client_ms, client_mb = map(statistics.median, zip(*imports, strict=True))
     extra_ms, ratio, decode_ms, plan_bytes = _fetch()
     return Result(
         {
             "import_package_ms": round(package_ms, 2),
             "import_ms": round(import_ms, 1),
             "import_mb": round(import_mb, 2),
+            "import_and_client_ms": round(client_ms, 1),
+            "import_and_client_mb": round(client_mb, 2),
             "fetch_extra_ms": round(extra_ms, 3),
             "fetch_decode_ms": round(decode_ms, 3),
             "fetch_ratio": round(ratio, 2),
             "fetch_plan_bytes": plan_bytes,
         },
         "import_package: CPU time that a fresh process with torch gains from the import alone, which loads each name "
-        f"when it is used; import: from every public name (median of {_IMPORT_ROUNDS} processes). fetch: "
+        f"when it is used; import: from every public name (median of {_IMPORT_ROUNDS} processes); import_and_client: "
+        "until the first PlanClient is made too, which loads httpx. fetch: "
         "client.known_plan, verified and decoded, against http.client on a kept-alive connection to the same server, "
         f"alternating, median of {_FETCH_ROUNDS}; fetch_decode: the part of it that Plan.decode takes",
     )
 
 
-def _import() -> tuple[float, float, float]:
+def _import() -> list[float]:
     done = subprocess.run([sys.executable, "-c", _MEASURE], capture_output=True, text=True, check=True)
-    package_ms, import_ms, import_mb = map(float, done.stdout.split())
-    return package_ms, import_ms, import_mb
+    return list(map(float, done.stdout.split()))
 
 
 def _fetch() -> tuple[float, float, float, int]:
