@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
@@ -231,6 +232,26 @@ def token_revoke(name: cli_tokens.Name, reason: cli_tokens.Reason = "token revok
     settings = _settings(flags)
     _manage(lambda: cli_tokens.revoke(settings, name, reason=reason))
     typer.echo(f"{name} is revoked")
+
+
+@app.command()
+@_with_settings("database")
+def backup(
+    target: Annotated[Path, typer.Argument(help="New file to write.", show_default=False)],
+    **flags: Any,
+) -> None:
+    """Copy a SQLite database to a new file, beside a running server or without one."""
+    from bucketplan_server.store.backup import back_up
+    from bucketplan_server.store.engine import StoreError
+
+    source = _settings(flags).sqlite_path
+    if source is None:
+        _fail("backup copies SQLite files; a PostgreSQL database is backed up with pg_dump --format=custom", EXIT_USAGE)
+    try:
+        num_bytes = back_up(source, target)
+    except StoreError as error:
+        _fail(str(error))
+    typer.echo(f"{target}: {num_bytes} bytes; check it with bucketplan-server verify --database {target}")
 
 
 @app.command()

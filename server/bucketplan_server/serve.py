@@ -64,7 +64,7 @@ async def open_state(settings: Settings) -> AsyncIterator[AppState]:
     metrics.read_from("bucketplan_store_errors_total", lambda: store.errors)
     metrics.read_from("bucketplan_planner_crashes_total", lambda: pool.crashes)
     metrics.read_from("bucketplan_ready", lambda: 0.0 if state.draining else 1.0)
-    followers = [asyncio.create_task(revisions.follow())]
+    followers = [asyncio.create_task(revisions.follow()), asyncio.create_task(jobs.prune())]
     try:
         await tokens.start()
         followers.append(asyncio.create_task(tokens.follow()))

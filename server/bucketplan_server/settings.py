@@ -76,6 +76,9 @@ class Settings(BaseSettings):
         description="JSON object of planning options for what the leader of an attempt leaves open",
     )
     stall_seconds: float = Field(60.0, gt=0, description="time after which an opening that misses ranks is stalled")
+    report_retention_days: int = Field(
+        0, ge=0, description="days that reports of graphs are kept, 0 for ever; plans and openings always are"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
     log_format: Literal["json", "console"] = Field("json", description="one JSON object a line, or coloured text")
 

@@ -49,6 +49,8 @@ class Chain:
     quarantined: dict[tuple[str, int], Event] = field(default_factory=dict)
     active: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     active_until: int = 0
+    pruned: dict[tuple[str, int], int] = field(default_factory=dict)
+    pruned_signatures: set[tuple[str, str]] = field(default_factory=set)
     hardware: dict[tuple[str, int], Event] = field(default_factory=dict)
     tokens_created: dict[str, Event] = field(default_factory=dict)
     tokens_revoked: dict[str, Event] = field(default_factory=dict)
@@ -99,6 +101,9 @@ class Chain:
             if not self.active_until or event.seq <= self.active_until:
                 noted = self.tokens_created if kind == "token.created" else self.tokens_revoked
                 noted[body["name"]] = event
+        elif kind == "reports.pruned":
+            self.pruned[job, body["attempt"]] = event.seq
+            self.pruned_signatures.update((job, name) for name in body["signatures"])
         elif kind == "profile.stored":
             self.hardware[body["name"], body["version"]] = event
         elif kind == "plan.quarantined":

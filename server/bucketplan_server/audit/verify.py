@@ -13,7 +13,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Table, func, select, tuple_
 
-from bucketplan_core.attempt import AttemptRequest, RankReport
+from bucketplan_core.attempt import OPEN_SLOT, AttemptRequest, RankReport
 from bucketplan_core.epoch import Epoch
 from bucketplan_core.errors import BucketplanError
 from bucketplan_core.fields import Fields
@@ -114,6 +114,7 @@ class _Run:
         self._reports: dict[tuple[str, int, int, str, int], tuple[str, int]] = {}
         self._quarantined: dict[tuple[str, int], tuple[int, str]] = {}
         self._reported: set[tuple[str, str]] = set()
+        self._kept: tuple[set[tuple[str, str]], set[tuple[str, str]]] = (set(), set())
         self._profiles: set[str] = set()
         self._hardware: dict[tuple[str, int], dict[str, Any]] = {}
         self._epochs: dict[str, int] = {}
@@ -144,6 +145,7 @@ class _Run:
         self._compare_revisions(head)
         self._compare_active({(row["signature"], row["job"]): (row["revision"], row["changed_ns"]) for row in pointers})
         self._compare_jobs(head)
+        self._compare_hardware(head)
         self.chain.findings += compare_tokens(held, self.chain.tokens_created, self.chain.tokens_revoked)
 
     def _find(self, where: str, detail: str) -> None:
@@ -272,10 +274,7 @@ class _Run:
                     self._find(f"reports{list(name)}", "stands under another name than its content")
                 if report.signature is not None:
                     self._reported.add((row["job"], report.signature))
-        for job, signature in sorted(self._reported - await self._job_signatures()):
-            self._find(f"job_signatures[{job}, {signature}]", "is missing, a report names it")
-        for job, signature in sorted(before - self._reported):
-            self._find(f"job_signatures[{job}, {signature}]", "no report names it")
+        self._kept = (before, await self._job_signatures())
 
     async def _job_signatures(self) -> set[tuple[str, str]]:
         kept: set[tuple[str, str]] = set()
@@ -374,12 +373,21 @@ class _Run:
                 if row["key"] != key:
                     self._find(f"{where}.key", f"is {row['key']!r}, the leader's body says {key!r}")
         for report, (seq, digest) in self.chain.reports.items():
+            pruned = report[3] != OPEN_SLOT and self.chain.pruned.get(report[:2], 0) > seq
+            if report not in self._reports and pruned:
+                continue
             if seq <= head and report not in self._reports:
                 self._find(f"reports{list(report)}", f"is missing, event {seq} says it was received")
             elif report in self._reports and self._reports[report] != (digest, self.chain.report_times[seq]):
                 self._find(f"reports{list(report)}", f"is not what event {seq} says was received")
         for report in self._reports.keys() - self.chain.reports.keys():
             self._find(f"reports{list(report)}", "no event says that it was received")
+        before, after = self._kept
+        reported = self._reported | self.chain.pruned_signatures
+        for job, signature in sorted(reported - after):
+            self._find(f"job_signatures[{job}, {signature}]", "is missing, a report names it")
+        for job, signature in sorted(before - reported):
+            self._find(f"job_signatures[{job}, {signature}]", "no report names it")
 
     def _compare(self, where: str, found: object, said: object, event: Event) -> None:
         if found != said:

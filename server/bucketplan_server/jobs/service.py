@@ -37,6 +37,7 @@ from bucketplan_server.store.jobs import (
     load_reports,
     num_reports,
     open_attempt,
+    prune_reports,
     store_reports,
 )
 from bucketplan_server.store.plans import PlanRow, load_requests
@@ -46,6 +47,8 @@ __all__ = ["JobService", "Opened"]
 _KEPT_DIGESTS = 100_000
 _KEPT_STATES = 64
 _NS = 1_000_000_000
+_DAY_NS = 86_400 * _NS
+_PRUNE_EVERY_SECONDS = 3_600
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,18 @@ class JobService:
             if row is not None:
                 overrides.append(row)
         return Opened(attempt, epoch, tuple(overrides), created)
+
+    async def prune(self) -> None:
+        """Delete reports that are older than the setting, for ever; run as a task."""
+        days = self._settings.report_retention_days
+        while days:
+            try:
+                pruned = await prune_reports(self._store, time.time_ns() - days * _DAY_NS)
+                if pruned:
+                    self._log.info("reports.pruned", reports=pruned)
+            except StoreError as error:
+                self._log.warning("store.failed", detail=str(error))
+            await asyncio.sleep(_PRUNE_EVERY_SECONDS)
 
     async def report(self, job: str, attempt: int, reports: Sequence[RankReport], cause: Cause) -> None:
         """Store reports; those of many ranks that come at once share a transaction. Repeating one changes nothing."""

@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from sqlalchemy import ColumnElement, RowMapping, Select, func, insert, or_, select
+from sqlalchemy import ColumnElement, RowMapping, Select, delete, func, insert, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from bucketplan_core.attempt import AttemptRequest, RankReport
+from bucketplan_core.attempt import OPEN_SLOT, AttemptRequest, RankReport
 from bucketplan_core.epoch import Epoch
-from bucketplan_core.wire import digest_of, pack
+from bucketplan_core.fields import Fields
+from bucketplan_core.wire import digest_of, pack, unpack
 from bucketplan_server.access.principal import SEPARATOR
 from bucketplan_server.store.engine import Store
 from bucketplan_server.store.events import Cause, append_event
@@ -29,6 +30,7 @@ __all__ = [
     "num_reports",
     "of_namespace",
     "open_attempt",
+    "prune_reports",
     "reported_in",
     "store_reports",
 ]
@@ -232,6 +234,43 @@ async def store_reports(
                 connection, "reports.received", cause, at_ns=now, job=job, body={"attempt": attempt, "reports": listed}
             )
     return len(new), conflicts
+
+
+async def prune_reports(store: Store, before_ns: int) -> int:
+    """Delete reports of graphs of attempts that got none since `before_ns`, an event an attempt; answers how many.
+
+    What a job has reported stays known by signature, and so do openings: neither an epoch nor who opened changes.
+    """
+    graphs = reports.c.slot != OPEN_SLOT
+    old = (
+        select(reports.c.job, reports.c.attempt)
+        .where(graphs)
+        .group_by(reports.c.job, reports.c.attempt)
+        .having(func.max(reports.c.received_ns) < before_ns)
+        .order_by(reports.c.job, reports.c.attempt)
+        .limit(1)
+    )
+    total = 0
+    while True:
+        # One attempt a transaction, so that ranks that report meanwhile never wait for long.
+        async with store.write() as connection:
+            found = (await connection.execute(old)).first()
+            if found is None:
+                return total
+            here = (reports.c.job == found.job) & (reports.c.attempt == found.attempt) & graphs
+            rows = [row.report for row in await connection.execute(select(reports.c.report).where(here))]
+            read = [RankReport.read(Fields(unpack(row), "report")) for row in rows]
+            await connection.execute(delete(reports).where(here))
+            signatures = sorted({report.signature for report in read if report.signature is not None})
+            await append_event(
+                connection,
+                "reports.pruned",
+                Cause("server", f"older than {before_ns} ns since 1970 (BUCKETPLAN_REPORT_RETENTION_DAYS)"),
+                at_ns=time.time_ns(),
+                job=found.job,
+                body={"attempt": found.attempt, "num_reports": len(rows), "signatures": list(signatures)},
+            )
+            total += len(rows)
 
 
 async def _known_reports(
