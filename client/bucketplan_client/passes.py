@@ -100,6 +100,8 @@ class FsdpBucketingPass:
         self._options = options
         self._enabled = enabled
         self._skipped: str | None = None
+        # The kill switch was agreed on when the attempt opened; from then on one rank's environment decides nothing.
+        self._opened = False
         self._fsdp_enabled = fsdp_enabled
         self._data_parallel_mode = data_parallel_mode
         self._phase = phase
@@ -138,7 +140,9 @@ class FsdpBucketingPass:
             skipped = cls(LocalPlans(), options=Options(strategy="none", planner=current_version("none")), **bound)
             skipped._skipped = f"the attempt runs without buckets: {attempt.reason}"
             return skipped
-        return cls(attempt.plans, options=attempt.options, **bound)
+        bucketing = cls(attempt.plans, options=attempt.options, **bound)
+        bucketing._opened = True
+        return bucketing
 
     def __call__(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
         """Rewrite `gm` in place and return it; `example_inputs` is there for pipelines that pass it."""
@@ -174,7 +178,7 @@ class FsdpBucketingPass:
             return self._skipped
         if not self._enabled:
             return "switched off by the configuration"
-        if disabled_by_environment():
+        if not self._opened and disabled_by_environment():
             return f"switched off by {DISABLE_VARIABLE}"
         if not self._fsdp_enabled:
             return "fsdp is switched off by the configuration"

@@ -16,6 +16,7 @@ from bucketplan_client.cache import PlanCache
 from bucketplan_client.errors import AgreementError, FallbackRefused, OpeningAborted, RanksDisagree, ServerRefused
 from bucketplan_client.opening import Attempt, open_attempt, read_opened
 from bucketplan_client.opening_protocol import Hello, Opened, Outcome
+from bucketplan_client.passes import FsdpBucketingPass, LocalPlans
 from bucketplan_client.store import JobStore
 from bucketplan_client.testing import InMemoryPlanServer
 from bucketplan_core import Options, make_plan
@@ -168,6 +169,21 @@ class TestWithoutServer:
         attempts = open_all(InMemoryPlanServer(), vary=lambda rank: {"disabled": rank == 2})
         assert {attempt.bucketed for attempt in attempts.values()} == {False}
         assert "rank 2" in attempts[0].reason
+
+    def test_kill_switch_thrown_after_the_opening_decides_nothing(self, monkeypatch):
+        """One rank that stays away from what all have agreed on would make the others wait for it."""
+        attempt = open_all(InMemoryPlanServer(), ranks=[0])[0]
+        monkeypatch.setenv("BUCKETPLAN_DISABLE", "1")
+        alone = FsdpBucketingPass(LocalPlans(), options=attempt.options)
+        assert "BUCKETPLAN_DISABLE" in str(alone._reason_to_skip())
+        assert "BUCKETPLAN_DISABLE" not in str(FsdpBucketingPass.for_attempt(attempt)._reason_to_skip())
+
+    def test_kill_switch_in_the_environment_is_asked_when_the_attempt_opens(self, monkeypatch):
+        monkeypatch.setenv("BUCKETPLAN_DISABLE", "1")
+        attempts = open_all(InMemoryPlanServer(), disabled=None)
+        assert {attempt.bucketed for attempt in attempts.values()} == {False}
+        skipped = FsdpBucketingPass.for_attempt(attempts[0])._reason_to_skip()
+        assert "BUCKETPLAN_DISABLE" in str(skipped) or "switched off on" in str(skipped)
 
     def test_job_restarts_from_the_caches_of_all_ranks_with_the_server_down(self, tmp_path: Path):
         server = InMemoryPlanServer()
