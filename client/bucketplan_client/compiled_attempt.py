@@ -7,6 +7,7 @@ with open_attempt(PlanClient(), groups=groups) as attempt, install_attempt(attem
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from bucketplan_client.membership import this_rank
@@ -22,13 +23,24 @@ __all__ = ["install_attempt"]
 _UNBUCKETED = Options(strategy="none", planner="none/1")
 
 
-def install_attempt(attempt: Attempt, *, deadline_s: float = 120.0, **arguments: Any) -> Installation:
+def install_attempt(
+    attempt: Attempt,
+    *,
+    deadline_s: float = 120.0,
+    compare_first_execution: bool = False,
+    first_execution_s: float = 300.0,
+    **arguments: Any,
+) -> Installation:
     """`torch_compile.install` as `attempt` decided; call it on every participant, before anything is compiled.
 
     Ranks compare the pass's fingerprint first, so that scopes, exclusions or resharding that differ between them are
     an `AgreementError` on all of them inside `deadline_s` and not a hang. Each graph that is compiled leaves evidence
     in the job's store (a mismatch ends the job, naming both sides) and a report at the server. `arguments` are those of
-    `install`, without `plans`, `options`, `epoch`, `mode` and `on_graph`.
+    `install`, without `plans`, `options`, `epoch`, `mode`, `compare` and `on_graph`.
+
+    With `compare_first_execution` every rewritten graph is also compared within its groups right before it first runs,
+    whether it was compiled or came from a compile cache. The ranks of a group wait for each other there, at most
+    `first_execution_s`, and a difference is a `RanksDisagree` on all of them before a collective is issued.
     """
     ordinals: Counter[str] = Counter()
 
@@ -56,12 +68,20 @@ def install_attempt(attempt: Attempt, *, deadline_s: float = 120.0, **arguments:
         )
         ordinals[done.phase] += 1
 
+    executions: Counter[str] = Counter()
+
+    def compared(digests: Mapping[str, str]) -> None:
+        # Ranks run their graphs in one order, while compile ids in a cached graph are those of the run that made it.
+        executions["graph"] += 1
+        attempt.compare_first_execution(f"{executions['graph'] - 1}", digests, deadline_s=first_execution_s)
+
     installed = install(
         attempt.plans if attempt.plans is not None else LocalPlans(),
         options=attempt.options if attempt.options is not None else _UNBUCKETED,
         epoch=attempt.uuid,
         mode="bucketed" if attempt.bucketed else "unbucketed",
         on_graph=noted,
+        compare=compared if compare_first_execution else None,
         **arguments,
     )
     try:

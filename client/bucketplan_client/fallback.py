@@ -51,7 +51,7 @@ _GO_ON_STATUS = frozenset({429, 500, 502, 503, 504})
 
 
 class AttemptPlans:
-    """The plans of one attempt, as a `PlanSource`; `taken` counts where they came from."""
+    """The plans of one attempt, as a `PlanSource`; `taken` counts where they came from, `topology` is the epoch's."""
 
     def __init__(
         self,
@@ -66,6 +66,7 @@ class AttemptPlans:
     ) -> None:
         self.taken: Counter[str] = Counter()
         self.address = client.address if client is not None else None
+        self.topology = dict(opened.epoch.topology)
         self._opened = opened
         self._source = source
         self._client = client

@@ -35,7 +35,14 @@ from bucketplan_core.request import Request
 if TYPE_CHECKING:
     from bucketplan_client.opening import Attempt
 
-__all__ = ["DISABLE_VARIABLE", "FsdpBucketingPass", "LocalPlans", "PlanSource", "disabled_by_environment"]
+__all__ = [
+    "DISABLE_VARIABLE",
+    "FsdpBucketingPass",
+    "LocalPlans",
+    "PlanSource",
+    "disabled_by_environment",
+    "topology_of",
+]
 
 T = TypeVar("T")
 
@@ -62,15 +69,21 @@ class LocalPlans:
         return "LocalPlans()"
 
 
+def topology_of(plans: PlanSource) -> Mapping[str, int]:
+    """The hosts that groups of each role span, where `plans` are those of an opened attempt, else nothing."""
+    found: Mapping[str, int] = getattr(plans, "topology", {})
+    return found
+
+
 class FsdpBucketingPass:
     """A pass ``gm -> gm`` with its options bound here; call it on every rank, or on none.
 
-    `plans` gives the plans. `roles`, `scopes`, `only_roles`, `exclude` and `compute_ops` are those of `describe_graph`,
-    `kinds` those of `apply_plan`. `groups` names groups that hold parameters (role to group, its name, or its ranks);
-    the groups of the graph's own collectives are always compared. `store` is the job's rendezvous store, by default
-    that of torch.distributed; `name` tells this pass from others on it. A comparison waits for ranks as long as
-    `deadline_s`, and for the verdict `grace_s` longer. Raises `AgreementError` (alike on all ranks of a group) or,
-    where there is nobody to compare with, `PassFailed`.
+    `plans` gives the plans. `roles`, `scopes`, `only_roles`, `exclude`, `compute_ops` and `topology` (by default what
+    the attempt behind `plans` agreed on) are those of `describe_graph`, `kinds` those of `apply_plan`. `groups` names
+    groups that hold parameters (role to group, its name, or its ranks); the groups of the graph's own collectives are
+    always compared. `store` is the job's rendezvous store, by default that of torch.distributed; `name` tells this pass
+    from others on it. A comparison waits for ranks as long as `deadline_s`, and for the verdict `grace_s` longer.
+    Raises `AgreementError` (alike on all ranks of a group) or, where there is nobody to compare with, `PassFailed`.
     """
 
     def __init__(
@@ -88,6 +101,7 @@ class FsdpBucketingPass:
         only_roles: Collection[str] | None = None,
         exclude: Collection[str] = (),
         compute_ops: Collection[str] = (),
+        topology: Mapping[str, int] | None = None,
         kinds: Collection[str] | None = None,
         compare: bool = True,
         store: Store | JobStore | None = None,
@@ -111,6 +125,7 @@ class FsdpBucketingPass:
         self._only_roles = only_roles
         self._exclude = exclude
         self._compute_ops = compute_ops
+        self._topology = topology if topology is not None else topology_of(plans)
         self._kinds = kinds
         self._compare = compare
         self._store = store
@@ -202,6 +217,7 @@ class FsdpBucketingPass:
                 only_roles=self._only_roles,
                 exclude=self._exclude,
                 compute_ops=self._compute_ops,
+                topology=self._topology,
             ),
         )
 

@@ -37,6 +37,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from bucketplan_client.capture.binding import Skipped
 from bucketplan_client.capture.describe import ScopeLike, describe_graph
 from bucketplan_client.errors import ClientError, PassFailed, Where
+from bucketplan_client.first_execution import FirstExecution, comparing, insert_comparison
 from bucketplan_client.inductor_options import (
     CompileConflict,
     refuse_conflicts,
@@ -44,11 +45,12 @@ from bucketplan_client.inductor_options import (
     settings_of,
 )
 from bucketplan_client.membership import is_distributed, this_rank
-from bucketplan_client.passes import LocalPlans, PlanSource, disabled_by_environment
+from bucketplan_client.passes import LocalPlans, PlanSource, disabled_by_environment, topology_of
 from bucketplan_client.reshard import mark_gathers
 from bucketplan_client.rewrite import REWRITER_VERSION
 from bucketplan_client.rewrite.apply import apply_plan
 from bucketplan_core.collectives import Options
+from bucketplan_core.groups import group_digests
 from bucketplan_core.plan import Plan
 from bucketplan_core.planners import find_planner
 from bucketplan_core.request import CAPTURE_VERSION, SCHEMA_VERSION, Request
@@ -140,17 +142,21 @@ class BucketingPass(_InstalledPass):
         only_roles: Collection[str] | None = None,
         exclude: Collection[str] = (),
         compute_ops: Collection[str] = (),
+        topology: Mapping[str, int] | None = None,
+        compare: FirstExecution | None = None,
         reshard: Sequence[str] | None = None,
         on_error: OnError = "abort",
         on_graph: Callable[[RewrittenGraph], None] | None = None,
     ) -> None:
         """`reshard` is None, or what `ReshardPass` keeps gathered beside this pass; ranks must agree on that too."""
+        topology = topology if topology is not None else topology_of(plans)
         self.graphs: list[RewrittenGraph] = []
         self._warned = False
         self._plans = plans
         self._mode = mode
         self._on_error = on_error
         self._on_graph = on_graph
+        self._compare = compare
         self._describing: dict[str, Any] = {
             "options": options,
             "roles": dict(roles or {}),
@@ -158,12 +164,14 @@ class BucketingPass(_InstalledPass):
             "only_roles": only_roles,
             "exclude": tuple(exclude),
             "compute_ops": frozenset(compute_ops),
+            "topology": dict(topology),
         }
         agreed: dict[str, WireValue] = {
             "capture": CAPTURE_VERSION,
             "compute_ops": sorted(compute_ops),
             "epoch": epoch,
             "exclude": sorted(exclude),
+            "first_execution": compare is not None,
             "mode": mode,
             "only_roles": None if only_roles is None else sorted(only_roles),
             "options": options.to_wire(),
@@ -172,6 +180,7 @@ class BucketingPass(_InstalledPass):
             "roles": sorted(set((roles or {}).values())),
             "schema": SCHEMA_VERSION,
             "scopes": [{"name": scope.name, "parameters": sorted(scope.param_names)} for scope in scopes],
+            "topology": dict(sorted(topology.items())),
         }
         self.fingerprint = digest_of(pack(agreed))
         """What must be the same on every rank before anything is compiled; 64 hex characters."""
@@ -209,6 +218,8 @@ class BucketingPass(_InstalledPass):
         if description.request.candidates:
             plan = _step("plan", lambda: self._plans.plan(description.request, description.profile))
             statistics = _step("apply", lambda: apply_plan(description, plan, recompile=False)).statistics
+            if self._compare is not None:
+                insert_comparison(graph, group_digests(description.request, plan.decision))
         self._note(
             RewrittenGraph(
                 phase=phase,
@@ -291,12 +302,14 @@ def install(
     *,
     options: Options,
     epoch: str | None = None,
-    mode: Mode = "bucketed",
+    mode: Mode | None = None,
     roles: Mapping[str, str] | None = None,
     scopes: Sequence[ScopeLike] = (),
     only_roles: Collection[str] | None = None,
     exclude: Collection[str] = (),
     compute_ops: Collection[str] = (),
+    topology: Mapping[str, int] | None = None,
+    compare: FirstExecution | None = None,
     reshard_after_forward: bool = False,
     keep_gathered: Sequence[str] = (),
     on_error: OnError = "abort",
@@ -306,8 +319,10 @@ def install(
 
     `plans` gives the plans, by default made in this process; `epoch` names everything beyond the request that decides
     which plan that is (the epoch id of the opened attempt) and is required where plans come from outside. `mode` is
-    what the attempt decided. `roles`, `scopes`, `only_roles`, `exclude`, `compute_ops` are those of `describe_graph`.
-    With `reshard_after_forward` parameters are gathered again in the backward, but for those in `keep_gathered`.
+    what the attempt decided; without an attempt ``BUCKETPLAN_DISABLE`` says it. `roles`, `scopes`, `only_roles`,
+    `exclude`, `compute_ops`, `topology` are those of `describe_graph`. With `reshard_after_forward` parameters are
+    gathered again in the backward, but for those in `keep_gathered`. `compare` gets a graph's group digests (by role)
+    right before the graph first runs in this process, be it compiled here or replayed by a compile cache.
 
     `on_error` says what a failure does. ``abort`` ends the process with status `ABORT_STATUS` after printing the error:
     an exception can be caught, and a rank that goes on without its plan makes the others hang. ``raise`` raises, and so
@@ -317,7 +332,7 @@ def install(
     source = plans if plans is not None else LocalPlans()
     _check(source, options, epoch)
     refuse_conflicts()
-    wanted = mode if not disabled_by_environment() else "unbucketed"
+    wanted = mode or ("unbucketed" if disabled_by_environment() else "bucketed")
     bucketing = BucketingPass(
         source,
         options=options,
@@ -328,6 +343,8 @@ def install(
         only_roles=only_roles,
         exclude=exclude,
         compute_ops=compute_ops,
+        topology=topology,
+        compare=compare,
         reshard=keep_gathered if reshard_after_forward else None,
         on_error=on_error,
         on_graph=on_graph,
@@ -340,6 +357,8 @@ def install(
         marking = ReshardPass(keep_gathered=keep_gathered, compute_ops=compute_ops, on_error=on_error)
         changes["joint_custom_post_pass"] = _after(inductor_config.joint_custom_post_pass, marking)
     undo = contextlib.ExitStack()
+    if compare is not None:
+        undo.enter_context(comparing(compare, lambda error: _fail(error, on_error)))
     undo.enter_context(inductor_config.patch(changes))
     # Past the recompile limit Dynamo runs eagerly, and it does so rank by rank.
     undo.enter_context(dynamo_config.patch(fail_on_recompile_limit_hit=True))

@@ -122,6 +122,11 @@ def storage_changed(build: GraphBuilder) -> tuple[fx.Node, list[fx.Node]]:
     return launch, [build.call(aten.neg.default, wait)]
 
 
+def wider_view(build: GraphBuilder) -> tuple[fx.Node, list[fx.Node]]:
+    launch, wait = reduced(build, build.tensor("g", (4, 6), torch.bfloat16))
+    return launch, [build.call(aten.view.dtype, build.call(aten.view.default, wait, [6]), torch.float32)]
+
+
 def shape_not_divisible(build: GraphBuilder) -> tuple[fx.Node, list[fx.Node]]:
     launch, wait = reduced(build, build.tensor("g", (6, 3)))
     return launch, [wait]
@@ -173,6 +178,7 @@ CASES = (
     unsupported_layout,
     unsupported_reduce_op,
     wait_of_wait,
+    wider_view,
 )
 
 

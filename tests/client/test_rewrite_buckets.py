@@ -353,6 +353,30 @@ def test_results_may_be_read_as_another_dtype() -> None:
     assert check(reinterpreted).sizes == [3]
 
 
+def reduced_and_reinterpreted(dtype: torch.dtype) -> Build:
+    """Odd numbers of bf16 gradients, of which the even one is read in elements of `dtype` behind an odd one."""
+
+    def make() -> tuple[GraphBuilder, fx.GraphModule]:
+        build = GraphBuilder()
+        grads = [build.tensor(f"g{count}", (RANKS, count), torch.bfloat16) for count in (3, 2, 5)]
+        waits = [build.wait(build.reduce_scatter(grad, "sum", RANKS, "dp")) for grad in grads]
+        return build, build.module(waits[0], build.call(aten.view.dtype, waits[1], dtype), waits[2])
+
+    return make
+
+
+def test_a_reduction_that_is_read_in_wider_elements_stays_out_of_its_bucket() -> None:
+    """Behind three bf16 elements its part of the bucket starts where no fp32 view can."""
+    done = check(reduced_and_reinterpreted(torch.float32))
+    assert done.sizes == [2]
+    assert [skipped.rule for skipped in done.description.skipped] == ["wider-view"]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+def test_a_reduction_that_is_read_in_elements_no_wider_is_bucketed(dtype: torch.dtype) -> None:
+    assert check(reduced_and_reinterpreted(dtype)).sizes == [3]
+
+
 def test_waits_stand_where_the_plan_says() -> None:
     build, gm = views_before_the_wait()
     description = describe_graph(gm, options=size_options(placement="scheduled"))

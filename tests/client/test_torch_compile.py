@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch._dynamo.config as dynamo_config
+import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -22,8 +24,9 @@ from bucketplan_client.inductor_options import INDUCTOR_SETTINGS
 from bucketplan_client.passes import LocalPlans
 from bucketplan_client.reshard import mark_gathers
 from bucketplan_client.testing import InMemoryPlanServer
-from bucketplan_client.torch_compile import BucketingPass, CompileConflict, graph_phase, install
+from bucketplan_client.torch_compile import BucketingPass, CompileConflict, ReshardPass, graph_phase, install
 from bucketplan_core.collectives import Options
+from bucketplan_core.groups import group_digests
 from tests.support.paths import ROOT
 
 c10d = torch.ops._c10d_functional
@@ -82,6 +85,44 @@ class TestInstall:
                 assert tuple(inductor_config.post_grad_custom_post_pass) == (other, installed.bucketing)
             assert inductor_config.post_grad_custom_post_pass is other
 
+    def test_reshard_marks_run_behind_what_the_joint_hook_holds(self):
+        other = OtherPass()
+        with inductor_config.patch(joint_custom_post_pass=other):
+            with install(options=SIZE, reshard_after_forward=True):
+                first, second = inductor_config.joint_custom_post_pass
+                assert first is other
+                assert isinstance(second, ReshardPass)
+            assert inductor_config.joint_custom_post_pass is other
+
+    def test_the_hook_before_inductors_passes_is_left_alone(self):
+        other = OtherPass()
+        with inductor_config.patch(post_grad_custom_pre_pass=other), install(options=SIZE) as installed:
+            assert inductor_config.post_grad_custom_pre_pass is other
+            assert inductor_config.post_grad_custom_post_pass is installed.bucketing
+
+    def test_several_passes_that_are_installed_keep_their_order(self):
+        others = (OtherPass(), OtherPass())
+        with inductor_config.patch(post_grad_custom_post_pass=others), install(options=SIZE) as installed:
+            assert tuple(inductor_config.post_grad_custom_post_pass) == (*others, installed.bucketing)
+
+    def test_inductor_runs_the_installed_pass_and_then_ours(self):
+        """On the graph that Inductor itself hands to its hooks."""
+        seen = []
+
+        class Recording(OtherPass):
+            def __call__(self, graph):
+                seen.append(("theirs", len(graph.nodes)))
+
+        with (
+            inductor_config.patch(post_grad_custom_post_pass=Recording(), fx_graph_cache=False),
+            functorch_config.patch(enable_autograd_cache=False),
+            install(options=SIZE, on_error="raise", on_graph=lambda graph: seen.append(("ours", graph.num_candidates))),
+        ):
+            torch._dynamo.reset()
+            torch.compile(lambda x: x.sin() + 1, backend="inductor")(torch.ones(4))
+        torch._dynamo.reset()
+        assert [name for name, _ in seen] == ["theirs", "ours"]
+
     def test_copies_of_the_options_hold_the_same_pass(self):
         with InMemoryPlanServer().client() as client, install(client, options=SIZE, epoch="e") as installed:
             assert copy.deepcopy(inductor_config.post_grad_custom_post_pass) is installed.bucketing
@@ -124,6 +165,50 @@ class TestInstall:
             assert launches(gm) == 1
 
 
+class TestInTurn:
+    """How passes are chained where torch takes a single one only."""
+
+    @pytest.fixture
+    def chained(self, monkeypatch):
+        monkeypatch.setattr("bucketplan_client.torch_compile.custom_graph_pass", SimpleNamespace())
+
+        def chain(first):
+            with inductor_config.patch(post_grad_custom_post_pass=first), install(options=SIZE) as installed:
+                return inductor_config.post_grad_custom_post_pass, installed.bucketing
+
+        return chain
+
+    def test_one_pass_alone_needs_no_chain(self, chained):
+        hook, ours = chained(None)
+        assert hook is ours
+
+    def test_both_run_the_installed_one_on_the_graph_as_it_was(self, chained):
+        counted = []
+
+        class Counting(OtherPass):
+            def __call__(self, graph):
+                counted.append(launches(graph.owning_module))
+
+        hook, _ = chained(Counting())
+        gm = gathers()
+        with install(options=SIZE):
+            hook(gm.graph)
+        assert counted == [4]
+        assert launches(gm) == 1
+
+    def test_the_key_is_that_of_both(self, chained):
+        hook, ours = chained(OtherPass())
+        assert hook.uuid() == ("other", ours.uuid())
+
+    def test_a_pass_without_identity_keeps_graphs_out_of_the_cache(self, chained):
+        hook, _ = chained(lambda graph: None)
+        assert hook.uuid() is None
+
+    def test_it_stays_itself_in_copies_of_the_options(self, chained):
+        hook, _ = chained(OtherPass())
+        assert copy.deepcopy(hook) is hook
+
+
 class TestCacheKey:
     def key(self, **changes):
         arguments = {"options": SIZE, "epoch": "e1", "roles": {"0": "fsdp"}} | changes
@@ -141,6 +226,8 @@ class TestCacheKey:
             {"exclude": ["*.bias"]},
             {"compute_ops": ["mine::*"]},
             {"reshard": ()},
+            {"topology": {"fsdp": 2}},
+            {"compare": lambda digests: None},
         ],
         ids=lambda changes: next(iter(changes)),
     )
@@ -211,6 +298,58 @@ class TestPass:
         assert graph.plan.decision.signature == graph.signature
         assert graph.slot.endswith("/forward")
         assert graph.statistics["fsdp_ag_bucketing"]["buckets"] == 1
+
+
+class TestFirstExecution:
+    """The operator that compares; that compiled graphs run it is tested on gloo ranks."""
+
+    def rewritten(self, compare):
+        """A rewritten graph without its collectives' results, so that it runs without ranks."""
+        gm = gathers()
+        with install(options=SIZE, on_error="raise", compare=compare) as installed:
+            installed.bucketing(gm.graph)
+        return gm, installed.graphs[0]
+
+    def test_it_stands_before_everything_that_the_graph_calls(self):
+        gm, done = self.rewritten(lambda digests: None)
+        called = [node for node in gm.graph.nodes if node.op == "call_function"]
+        assert called[1].target is torch.ops.bucketplan.first_execution.default
+        assert json.loads(called[1].args[1]) == group_digests(done.request, done.plan.decision)
+        gm.graph.eliminate_dead_code()
+        assert called[1] in gm.graph.nodes, "nothing reads it, and it must stay all the same"
+
+    def test_each_graph_is_compared_once(self):
+        met = []
+        operator = torch.ops.bucketplan.first_execution.default
+        witness = torch.zeros(1, dtype=torch.uint8)
+        operator(witness, '{"fsdp": "nobody is installed"}')
+        with install(options=SIZE, compare=met.append):
+            for digest in ("a", "b", "a"):
+                operator(witness, json.dumps({"fsdp": digest}))
+        operator(witness, '{"fsdp": "c"}')
+        assert met == [{"fsdp": "a"}, {"fsdp": "b"}]
+
+    def test_what_the_comparison_raises_reaches_the_caller(self):
+        def differ(digests):
+            raise PassFailed("compare", ValueError("others hold another plan"))
+
+        with install(options=SIZE, compare=differ, on_error="raise"), pytest.raises(PassFailed, match="another plan"):
+            torch.ops.bucketplan.first_execution(torch.zeros(1, dtype=torch.uint8), '{"fsdp": "a"}')
+
+
+def test_requests_say_how_many_hosts_groups_span():
+    class Plans(LocalPlans):
+        topology = {"fsdp": 1, "other": 7}  # noqa: RUF012  (a constant of the test)
+
+    def nodes(plans, **arguments):
+        with install(plans, options=SIZE, epoch="e", roles={"0": "fsdp"}, on_error="raise", **arguments) as installed:
+            installed.bucketing(gathers().graph)
+        return [(group.role, group.nodes) for group in installed.graphs[0].request.groups]
+
+    assert nodes(Plans()) == [("fsdp", 1)]
+    assert nodes(Plans(), topology={"fsdp": 2}) == [("fsdp", 2)]
+    assert nodes(Plans(), topology={"fsdp": 5}) == [("fsdp", 2)], "two ranks cannot span more hosts"
+    assert nodes(LocalPlans()) == [("fsdp", 0)]
 
 
 def test_gathers_are_marked_with_their_casts_and_views():

@@ -12,7 +12,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,18 +34,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from bucketplan_client.compiled_attempt import install_attempt
+from bucketplan_client.errors import ClientError
 from bucketplan_client.fallback import AttemptPlans
 from bucketplan_client.opening import open_attempt
+from bucketplan_client.passes import LocalPlans
 from bucketplan_client.torch_compile import Installation, install
 from bucketplan_client.transport import PlanClient
 from bucketplan_core.collectives import Options
 from bucketplan_core.plan import Plan
 from bucketplan_core.profile import CostProfile
 from bucketplan_core.request import Request
+from bucketplan_core.schedule import Placement, decide
 from tests.support import compile_models
 from tests.support.simple_fsdp import full_gradients
 
-__all__ = ["SIZE", "compare", "fully_sharded", "start"]
+__all__ = ["SIZE", "compare", "first_executions", "fully_sharded", "start"]
 
 SIZE = Options(strategy="size", planner="size/1", placement="scheduled")
 _COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single")
@@ -261,3 +264,69 @@ def fully_sharded() -> dict[str, Any]:
         "reasons": reasons,
         "warnings": [record.getMessage() for record in records if record.levelno >= logging.WARNING],
     }
+
+
+class _OtherPlans:
+    """Plans of another size of bucket on one rank: what a wrong build, or a wrong cache, would give it."""
+
+    def __init__(self, rank: int) -> None:
+        self._others = rank == 1
+
+    def plan(self, request: Request, profile: CostProfile | None = None) -> Plan:
+        placements = [
+            Placement((number,), candidate.launch, candidate.wait, candidate.launch_order, candidate.wait_order)
+            for number, candidate in enumerate(request.candidates)
+        ]
+        if self._others:
+            return Plan(decision=decide(request, request.options.planner, placements))
+        return LocalPlans().plan(request, profile)
+
+
+def first_executions(odd: bool, folder: str | None = None) -> dict[str, Any]:
+    """Train a step of the smallest model with every graph compared as it first runs.
+
+    With `odd`, rank 1 is given other plans. With `folder` graphs are cached there, each rank's apart.
+    """
+    rank = dist.get_rank()
+    before = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    built = compile_models.build("smallest")
+    groups = {role: name for name, role in built.roles.items()}
+    torch._dynamo.reset()
+    counters.clear()
+    compared: list[str] = []
+    if folder is not None:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/rank{rank}"
+    try:
+        with (
+            nullcontext() if folder is not None else no_graph_caches(),
+            open_attempt(None, groups=groups, job="first", on_mismatch=lambda error: None) as opened,
+        ):
+            if odd:
+                opened.plans = _OtherPlans(rank)  # type: ignore[assignment]
+            compare = opened.compare_first_execution
+
+            def noted(slot: str, *args: Any, **keywords: Any) -> None:
+                compared.append(slot)
+                compare(slot, *args, **keywords)
+
+            opened.compare_first_execution = noted  # type: ignore[method-assign]
+            with install_attempt(
+                opened, roles=built.roles, on_error="raise", compare_first_execution=True, first_execution_s=120.0
+            ) as installed:
+                error: ClientError | None = None
+                launches: dict[str, int] = {}
+                try:
+                    launches = step(torch.compile(built.model), built.batch, built.model).launches
+                except ClientError as raised:
+                    error = raised
+            return {
+                "compared": compared,
+                "error": None if error is None else type(error).__name__,
+                "message": str(error),
+                "hits": counters["aot_autograd"]["autograd_cache_hit"],
+                "launches": launches,
+                "compiled": len(installed.graphs),
+            }
+    finally:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+        torch._dynamo.reset()

@@ -43,6 +43,7 @@ def describe_graph(
     only_roles: Collection[str] | None = None,
     exclude: Collection[str] = (),
     compute_ops: Collection[str] = (),
+    topology: Mapping[str, int] | None = None,
 ) -> Description:
     """Describe the collectives of `gm` and what surrounds them; two ranks of one group get one signature.
 
@@ -50,7 +51,8 @@ def describe_graph(
     `scopes` are used under strategy `module` only. `only_roles` restricts candidates to these groups, `exclude`
     holds parameter name patterns (``*`` wildcards) that stay alone. `compute_ops` are custom operators
     (``ns::name``, ``ns::*``) vouched to neither communicate nor have effects beyond their schema; others are
-    barriers. The graph is not changed.
+    barriers. `topology` holds the hosts that the groups of each role span, as the attempt agreed on them
+    (`Attempt.topology`). The graph is not changed.
 
     Raises `bucketplan_core.errors.DecodeError` when the graph cannot be expressed as a request (too many candidates).
     """
@@ -62,6 +64,7 @@ def describe_graph(
         "only_roles": None if only_roles is None else frozenset(only_roles),
         "exclude": tuple(exclude),
         "compute_ops": frozenset(compute_ops),
+        "topology": dict(topology or {}),
     }
     with collector_paused():
         return _describe(gm, arguments)
@@ -79,7 +82,7 @@ def _describe(gm: fx.GraphModule, arguments: Mapping[str, Any]) -> Description:
         phase=arguments["phase"],
         compute_ops=arguments["compute_ops"],
     )
-    groups = GroupRoles(collectives, arguments["roles"])
+    groups = GroupRoles(collectives, arguments["roles"], arguments["topology"])
     recognised = _deselect(recognised, skipped, groups, arguments)
     chosen = {entry.collective.node for entry in recognised}
     fixed = [collective for collective in collectives if collective.node not in chosen]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +25,11 @@ class GroupRoles:
     enter: they differ between ranks.
     """
 
-    def __init__(self, collectives: Sequence[Collective], roles: Mapping[str, str]) -> None:
+    def __init__(
+        self, collectives: Sequence[Collective], roles: Mapping[str, str], topology: Mapping[str, int] | None = None
+    ) -> None:
+        """`topology` says how many hosts the groups of a role span: one value for all ranks, never this rank's own."""
+        self._topology = topology or {}
         self._role_of: dict[Any, str] = {}
         self._groups: dict[str, Group] = {}
         self.local_names: dict[str, str | None] = {}
@@ -55,7 +60,7 @@ class GroupRoles:
         group = self._groups[role]
         size = _known_size(collective)
         if group.size == 1 and size is not None and size > 1:
-            self._groups[role] = Group(role=role, size=size, strides=group.strides)
+            self._groups[role] = replace(group, size=size)
 
     def role(self, collective: Collective) -> str:
         return self._role_of[group_key(collective.group)]
@@ -65,7 +70,10 @@ class GroupRoles:
 
     @property
     def groups(self) -> list[Group]:
-        return list(self._groups.values())
+        # Ranks whose number nobody knows count as one, and no group spans more hosts than it has ranks.
+        return [
+            replace(group, nodes=min(self._topology.get(role, 0), group.size)) for role, group in self._groups.items()
+        ]
 
 
 def _annotated_role(collective: Collective) -> str | None:

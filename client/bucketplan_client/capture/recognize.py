@@ -309,9 +309,9 @@ def _why_unsafe(
     if kind not in ALL_GATHER_KINDS:
         if collective.reduce_op not in REDUCE_OPS:
             return "unsupported-reduce-op", f"reduce op {collective.reduce_op!r}"
-        changed = _storage_changed(wait, storage, compute_ops)
-        if changed is not None:
-            return "storage-changed", f"{changed!r} resizes, frees or replaces the result's storage"
+        conflict = _storage_conflict(wait, result.dtype, storage, compute_ops)
+        if conflict is not None:
+            return conflict
     return _fits(kind, facts, result, size or 1) or _Facts(facts, result)
 
 
@@ -329,7 +329,10 @@ def _fits(kind: str, facts: TensorFacts, result: TensorFacts, size: int) -> tupl
     return None
 
 
-def _storage_changed(wait: fx.Node, storage: StorageMap, compute_ops: Collection[str]) -> str | None:
+def _storage_conflict(
+    wait: fx.Node, dtype: torch.dtype, storage: StorageMap, compute_ops: Collection[str]
+) -> tuple[str, str] | None:
+    """Why the result cannot be a part of a bucket's storage, as members of reductions are."""
     root = storage.root(wait)
     seen = {wait}
     stack = [wait]
@@ -339,10 +342,21 @@ def _storage_changed(wait: fx.Node, storage: StorageMap, compute_ops: Collection
                 continue
             seen.add(user)
             if _changes_storage(user, root, storage, compute_ops):
-                return user.name
+                return "storage-changed", f"{user.name!r} resizes, frees or replaces the result's storage"
+            if _reads_wider(user, dtype):
+                return "wider-view", f"{user.name!r} views the result in wider elements, unaligned inside a bucket"
             if user in storage.position and storage.root(user) is root:
                 stack.append(user)
     return None
+
+
+def _reads_wider(user: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether `user` is a view in elements wider than `dtype`, whose offset must be a multiple of their width."""
+    packet = packet_of(user)
+    if packet is aten.view_as_complex:
+        return True
+    wanted = [value for value in (*user.args, *user.kwargs.values()) if isinstance(value, torch.dtype)]
+    return packet is aten.view and any(found.itemsize > dtype.itemsize for found in wanted)
 
 
 def _changes_storage(user: fx.Node, root: fx.Node, storage: StorageMap, compute_ops: Collection[str]) -> bool:
