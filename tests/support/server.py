@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -44,7 +45,10 @@ class RunningServer:
         self.database = str(settings.get("database") or folder / "bucketplan.db")
         self.log = folder / "server.log"
         self.port = int(str(settings.get("port") or free_port()))
-        self.url = f"http://127.0.0.1:{self.port}"
+        scheme = "https" if settings.get("tls_certificate") else "http"
+        self.url = f"{scheme}://127.0.0.1:{self.port}"
+        # Tests check certificates with their own clients; here only whether it runs.
+        self._tls = ssl._create_unverified_context() if scheme == "https" else None
         self._command = command
         self._environment = environment
         self._settings = {"drain_seconds": 0, **settings, "database": self.database, "port": self.port}
@@ -117,7 +121,7 @@ class RunningServer:
 
     def metric(self, name: str, **labels: str) -> float:
         """The value of one metric now, 0 where it was never counted."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as response:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10, context=self._tls) as response:
             text = response.read().decode()
         inner = ",".join(f'{key}="{value}"' for key, value in sorted(labels.items()))
         wanted = f"{name}{{{inner}}}" if labels else name
@@ -129,7 +133,7 @@ class RunningServer:
 
     def _answers(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/readyz", timeout=5) as response:
+            with urllib.request.urlopen(f"{self.url}/readyz", timeout=5, context=self._tls) as response:
                 return bool(response.status == 200)
         except (urllib.error.URLError, OSError):
             return False
