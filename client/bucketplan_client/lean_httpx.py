@@ -23,7 +23,7 @@ def load() -> ModuleType:
         # Loaded by somebody else, or by another thread at this moment: the import system makes us wait for it.
         return importlib.import_module("httpx")
     stand_in = ModuleType(_NAME)
-    stand_in.main = _main  # type: ignore[attr-defined]
+    stand_in.main = _main  # type: ignore[attr-defined]  # a module of our own making
     sys.modules[_NAME] = stand_in
     try:
         return importlib.import_module("httpx")

@@ -106,7 +106,7 @@ class Hello:
             rewriter=fields.integer("rewriter"),
             schema=fields.integer("schema"),
             options=options,
-            on_unavailable=fields.text("on_unavailable", choices=("local", "unbucketed", "error")),  # type: ignore[arg-type]
+            on_unavailable=fields.text("on_unavailable", choices=("local", "unbucketed", "error")),  # type: ignore[arg-type]  # one of the choices
             disabled=fields.flag("disabled"),
             host=fields.text("host"),
             groups={role: _int_tuple(groups, role) for role in groups.keys(limit=_MAX_ROLES)},
@@ -188,9 +188,9 @@ class Outcome:
         fields = Fields(unpack(data), "outcome")
         opened = fields.raw("opened")
         outcome = cls(
-            kind=fields.text("kind", choices=("commit", "unbucketed", "abort")),  # type: ignore[arg-type]
+            kind=fields.text("kind", choices=("commit", "unbucketed", "abort")),  # type: ignore[arg-type]  # one of the choices
             nonce=fields.text("nonce"),
-            source=fields.text("source", choices=("server", "cache", "local")),  # type: ignore[arg-type]
+            source=fields.text("source", choices=("server", "cache", "local")),  # type: ignore[arg-type]  # one of the choices
             opened=None if opened is None else Opened.from_wire(opened, "outcome.opened"),
             reason=fields.text("reason"),
             remedy=fields.text("remedy"),

@@ -68,7 +68,7 @@ class JobStore:
         """Write unless something stands there; what stands there now."""
         with self._typed(f"compare_set {key}"):
             mine = self._packed(key, value)
-            standing = self._store.compare_set(key, b"", mine)  # type: ignore[arg-type]
+            standing = self._store.compare_set(key, b"", mine)  # type: ignore[arg-type]  # as for set below
         return value if standing == mine else self._unpacked(key, standing)
 
     def get(self, key: str) -> bytes | None:

@@ -282,7 +282,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(answer.body)
 
     do_GET = _serve  # noqa: N815  (the base class looks for this name)
-    do_POST = _serve  # noqa: N815
+    do_POST = _serve  # noqa: N815  (the same)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  (the base class names it so)
         """Say nothing: tests read what the client says."""

@@ -421,7 +421,7 @@ def _fail(error: Exception, on_error: OnError) -> NoReturn:
     located = error.located(Where(rank=this_rank())) if isinstance(error, ClientError) else error
     if on_error == "raise" or not is_distributed() or dist.get_world_size() == 1:
         raise located
-    print("".join(traceback.format_exception(located)), file=sys.stderr, flush=True)  # noqa: T201
+    print("".join(traceback.format_exception(located)), file=sys.stderr, flush=True)  # noqa: T201  (seen without logging)
     _LOG.critical("rank %d ends: %s", this_rank(), located)
     logging.shutdown()
     sys.stdout.flush()

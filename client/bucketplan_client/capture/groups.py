@@ -100,7 +100,7 @@ def live_group(group: Any) -> dist.ProcessGroup | None:
     if not (dist.is_available() and dist.is_initialized()) or not isinstance(group, str):
         return None
     try:
-        return c10d._resolve_process_group(c10d.GroupName(group))  # type: ignore[attr-defined]
+        return c10d._resolve_process_group(c10d.GroupName(group))  # type: ignore[attr-defined]  # private
     except (LookupError, RuntimeError, ValueError):
         return None
 
