@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import random
 import shutil
 import sqlite3
 import subprocess
@@ -16,12 +17,14 @@ from bucketplan_server.audit import Verification, verify
 from bucketplan_server.planner.revise import replay
 from bucketplan_server.store.engine import open_for_reading
 from tests.server.test_attempts import open_attempt, report
+from tests.server.test_profiles import measured
 from tests.server.test_revisions import known, send
+from tests.support import counts
 from tests.support.server import running_server
 
 TABLES = (
-    "active", "attempts", "epochs", "events", "job_signatures", "profiles", "quarantine", "reports", "revisions",
-    "signatures",
+    "active", "attempts", "epochs", "events", "hardware_profiles", "job_signatures", "profiles", "quarantine",
+    "reports", "revisions", "signatures",
 )  # fmt: skip
 
 
@@ -39,6 +42,7 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
         report(client, "mine", 1, RankReport(rank=0, slot="open", uuid="u"))
         report(client, "mine", 1, RankReport(rank=0, slot="joint", signature=first.signature))
         open_attempt(client, "mine", "b")
+        client.put("/v1/profiles/lab", json={"profile": measured("lab"), "reason": "new"}).raise_for_status()
         server.kill()
         # One plan is damaged, found and repaired, so that the quarantine holds a row.
         with contextlib.closing(sqlite3.connect(server.database)) as connection:
@@ -115,6 +119,38 @@ def test_every_cell_of_the_database_is_covered(history, tmp_path):
         if not any(finding.where.startswith(table) for finding in check(copy).findings):
             missed.append(f"{table}.{column}")
     assert missed == []
+
+
+@pytest.mark.soak
+def test_a_random_bit_anywhere_is_found_and_named(history, tmp_path):
+    copy = tmp_path / "copy.db"
+    with contextlib.closing(sqlite3.connect(history)) as connection:
+        cells = [
+            (table, column, rowid, value)
+            for table, column in columns(history)
+            for rowid, value in connection.execute(f"SELECT rowid, {column} FROM {table}").fetchall()
+            if value not in (None, "", b"")
+        ]
+    for seed in counts.seeds("bit flips", test=40, soak=2_000):
+        dice = random.Random(seed)
+        table, column, rowid, value = dice.choice(cells)
+        shutil.copyfile(history, copy)
+        with contextlib.closing(sqlite3.connect(copy)) as connection:
+            try:
+                connection.execute(f"UPDATE {table} SET {column} = ? WHERE rowid = ?", [flipped(value, dice), rowid])
+            except sqlite3.IntegrityError:
+                continue  # the bit makes another row's key, which the database itself refuses
+            connection.commit()
+        named = [finding.where for finding in check(copy).findings]
+        assert any(where.startswith(table) for where in named), (seed, table, column, named)
+
+
+def flipped(value: object, dice: random.Random) -> object:
+    if isinstance(value, int):
+        return value ^ 1 << dice.randrange(16)
+    data = bytearray(value if isinstance(value, bytes) else value.encode())
+    data[dice.randrange(len(data))] ^= 1 << dice.randrange(7)
+    return bytes(data) if isinstance(value, bytes) else data.decode("latin-1")
 
 
 @pytest.mark.parametrize("table", TABLES)

@@ -1,5 +1,8 @@
 """Audit reads: plans are found by what people know of them, explained, and compared."""
 
+import base64
+import hashlib
+
 import httpx
 import pytest
 
@@ -7,6 +10,7 @@ from bucketplan_core.attempt import RankReport
 from bucketplan_core.collectives import Options
 from bucketplan_core.hardware import CollectiveCost, Hardware, Protocol
 from bucketplan_core.plan import Plan
+from bucketplan_core.wire import digest_of
 from tests.server.test_attempts import open_attempt, report
 from tests.server.test_revisions import known, send
 from tests.support.documents import MSGPACK, plan_body, profile_of, small_request
@@ -128,3 +132,63 @@ class TestExplaining:
         answer = client.get(f"/v1/plans/{requests[0].signature}/explain")
         assert answer.status_code == 422
         assert "hardware" in answer.json()["detail"]
+
+
+class TestTracing:
+    def test_the_trace_holds_both_steps_with_the_figures_of_the_assessment(self, reader):
+        client, _ = reader
+        request = small_request(30, options=Options(strategy="size", planner="size/1", hardware=HARDWARE))
+        body = plan_body(request, profile_of(request, flops=10_000_000))
+        made = Plan.decode(client.post("/v1/plans", content=body, headers=MSGPACK).raise_for_status().content)
+        found = client.get(f"/v1/plans/{request.signature}/trace").raise_for_status().json()
+        assert found["otherData"] == {
+            "after_step_ns": made.assessment["simulated"]["step_ns"],
+            "before_step_ns": made.assessment["baselines"]["none"]["step_ns"],
+            "digest": made.digest,
+            "signature": request.signature,
+        }
+        named = {(event["pid"], event["tid"]) for event in found["traceEvents"] if event["name"] == "thread_name"}
+        boxes = [event for event in found["traceEvents"] if event["ph"] == "X"]
+        ends: dict[tuple[int, int], int] = {}
+        for box in sorted(boxes, key=lambda event: event["args"]["start_ns"]):
+            track = (box["pid"], box["tid"])
+            assert track in named
+            assert box["ts"] >= ends.get(track, 0), "boxes of one stream overlap"
+            ends[track] = box["ts"] + box["dur"]
+        assert {pid for pid, _ in ends} == {1, 2}
+        gathers = [box for box in boxes if box["cat"] == "collective" and box["pid"] == 1]
+        assert sorted(name for box in gathers for name in box["args"]["parameters"]) == sorted(
+            candidate.param_name for candidate in request.candidates
+        )
+        assert len(gathers) == len(request.candidates)
+
+    def test_without_figures_it_says_what_is_missing(self, reader):
+        client, requests = reader
+        answer = client.get(f"/v1/plans/{requests[0].signature}/trace")
+        assert answer.status_code == 422
+        assert "hardware" in answer.json()["detail"]
+
+
+class TestDigests:
+    def test_a_decision_is_found_by_its_digest_and_may_be_kept_for_ever(self, reader):
+        client, requests = reader
+        plan = client.get(f"/v1/plans/{requests[0].signature}", headers=MSGPACK)
+        digest = Plan.decode(plan.content).digest
+        found = client.get(f"/v1/decisions/{digest}", headers=MSGPACK)
+        assert digest_of(found.content) == digest
+        assert "immutable" in found.headers["cache-control"]
+        again = client.get(f"/v1/decisions/{digest}", headers={**MSGPACK, "If-None-Match": found.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+        assert client.get(f"/v1/decisions/{'0' * 64}").status_code == 404
+
+    @pytest.mark.parametrize("coding", ["identity", "gzip"])
+    def test_the_content_digest_is_that_of_the_bytes_on_the_wire(self, reader, coding):
+        client, _ = reader
+        request = small_request(31, num_candidates=400)
+        client.post("/v1/plans", content=plan_body(request), headers=MSGPACK).raise_for_status()
+        asked = {**MSGPACK, "Accept-Encoding": coding}
+        with client.stream("GET", f"/v1/plans/{request.signature}", headers=asked) as answer:
+            raw = b"".join(answer.iter_raw())
+        assert answer.headers.get("content-encoding", "identity") == coding
+        hashed = base64.b64encode(hashlib.sha256(raw).digest()).decode()
+        assert answer.headers["content-digest"] == f"sha-256=:{hashed}:"

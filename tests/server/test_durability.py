@@ -5,11 +5,13 @@ import random
 import sqlite3
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
 
 from bucketplan_core.wire import unpack
+from tests.server.test_audit import check
 from tests.support import counts
 from tests.support.documents import MSGPACK, plan_body, profile_of, small_request
 from tests.support.server import running_server
@@ -34,7 +36,7 @@ def test_sigkill_between_requests_loses_no_answered_plan(tmp_path):
 def test_sigkill_at_a_random_moment_loses_no_answered_plan(tmp_path):
     answered: dict[str, bytes] = {}
     with running_server(tmp_path) as server:
-        for seed in counts.seeds("sigkill", test=3, soak=100):
+        for seed in counts.seeds("sigkill", test=10, soak=100):
             moment = random.Random(seed).uniform(0.0, 0.5)
             killer = threading.Timer(moment, server.kill)
             killer.start()
@@ -59,6 +61,7 @@ def test_sigkill_at_a_random_moment_loses_no_answered_plan(tmp_path):
             " JOIN events USING (signature) JOIN profiles p ON p.digest = s.profile"
         ).fetchone()
         assert complete == connection.execute("SELECT count(*) FROM signatures").fetchone()
+    assert check(Path(server.database)).findings == ()
     assert answered
 
 

@@ -116,7 +116,7 @@ def test_sigkill_at_a_random_moment_loses_no_answered_plan(tmp_path, postgres):
     answered: dict[str, bytes] = {}
     database = postgres.new_database()
     with running_server(tmp_path, database=database) as server:
-        for seed in counts.seeds("sigkill-postgres", test=3, soak=100):
+        for seed in counts.seeds("sigkill-postgres", test=10, soak=100):
             killer = threading.Timer(random.Random(seed).uniform(0.0, 0.5), server.kill)
             killer.start()
             number = seed * 10_000
@@ -136,3 +136,25 @@ def test_sigkill_at_a_random_moment_loses_no_answered_plan(tmp_path, postgres):
             assert client.get("/v1/events/verify").json()["holds"]
     assert check(database).holds
     assert answered
+
+
+def test_known_plans_are_served_and_new_ones_refused_while_the_database_is_away(tmp_path, postgres):
+    database = postgres.new_database()
+    with (
+        running_server(tmp_path, database=database, store_timeout_seconds=2) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        request, new = known(client, 1), small_request(2)
+        body = client.get(f"/v1/plans/{request.signature}", headers=MSGPACK).content
+        with postgres.away(database):
+            assert client.get(f"/v1/plans/{request.signature}", headers=MSGPACK).content == body
+            refused = client.post("/v1/plans", content=plan_body(new), headers=MSGPACK)
+            assert refused.status_code == 503
+            assert unpack(refused.content)["type"] == "urn:bucketplan:problem:store-unavailable"
+            assert "retry-after" in refused.headers
+            assert client.get("/readyz").status_code == 503
+            assert client.get("/healthz").status_code == 200
+        deadline = time.monotonic() + 30
+        while client.post("/v1/plans", content=plan_body(new), headers=MSGPACK).status_code != 201:
+            assert time.monotonic() < deadline, "the server did not recover"
+        assert client.get("/v1/events/verify").json()["findings"] == []

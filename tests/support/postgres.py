@@ -36,3 +36,14 @@ class PostgresAddress:
         name = f"test{next(_numbers)}"
         self._server.psql(f"CREATE DATABASE {name};")
         return f"postgresql://postgres@/{name}?host={self._folder}"
+
+    @contextlib.contextmanager
+    def away(self, address: str) -> Iterator[None]:
+        """Nobody can reach the database of this address, and whoever could is cut off, until the block ends."""
+        name = address.partition("?")[0].rpartition("/")[2]
+        self._server.psql(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false;")
+        self._server.psql(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}';")
+        try:
+            yield
+        finally:
+            self._server.psql(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true;")
