@@ -49,6 +49,16 @@ def test_one_pass_of_torchtitans_pipeline_is_exchanged():
         assert "bucketing_pass" in ours
 
 
+def test_inductors_whole_graph_pass_keeps_the_order_of_the_plan():
+    for found in gloo_pool(2).run(f"{RANKS}:keeping_order", timeout_s=300.0):
+        assert found["inside"] == found["wanted"]
+        assert found["inputs"] == "inputs"
+        assert found["same"]
+        assert found["restored"]
+        assert found["name"] == "inductor_pass"
+        assert found["refused"] == "torch._inductor.config.bucket_all_gathers_fx"
+
+
 @pytest.mark.parametrize(
     ("option", "changes"),
     [

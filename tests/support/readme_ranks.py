@@ -6,6 +6,7 @@ import copy
 import os
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,12 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch.distributed.device_mesh import init_device_mesh
 
+from bucketplan_client.passes import LocalPlans
 from tests.support import compile_models
 from tests.support.compile_ranks import Step, no_graph_caches, step, worst_difference
 from tests.support.demo_ranks import batch_of, sharded_job
 from tests.support.fsdp_model import SMALL
+from tests.support.hyperparallel_ranks import in_style
 
-__all__ = ["own_pass", "under_compile"]
+__all__ = ["hyperparallel", "own_pass", "torchtitan", "under_compile"]
 
 
 def under_compile(snippet: str, address: str) -> dict[str, Any]:
@@ -60,6 +63,39 @@ def own_pass(snippet: str, address: str) -> dict[str, Any]:
         for job in (trainer, rewritten)
     ]
     return {"losses": losses, "launches": (_num_collectives(graph.gm), _num_collectives(rewritten.graph.gm))}
+
+
+def hyperparallel(snippet: str) -> dict[str, Any]:
+    """The snippet for HyperParallel on the demo's joint graph in its style, trained before and after."""
+    model, graph, trainer = sharded_job(SMALL, "two_groups")
+    in_style(graph.gm)
+    rewritten = copy.deepcopy(trainer)
+    given = {
+        "plans": LocalPlans(),
+        "graph_module": rewritten.graph.gm,
+        "pass_config": SimpleNamespace(fsdp_bucketing=True, fsdp_enabled=True, dp_mode="fsdp"),
+        "model": model,
+        "expert_names": ("blocks.1.experts",),
+    }
+    exec(snippet, given)
+    losses = [
+        [job.step(*batch_of(SMALL, number, dist.get_rank())).item() for number in range(2)]
+        for job in (trainer, rewritten)
+    ]
+    return {"losses": losses, "launches": (_num_collectives(graph.gm), _num_collectives(rewritten.graph.gm))}
+
+
+def torchtitan(snippet: str) -> list[str]:
+    """The names of the passes in the pipeline that the snippet for torchtitan registers, for a traced Llama."""
+    from torchtitan.experiments.graph_trainer.registry import PASS_PIPELINE_REGISTRY
+
+    from tests.support import titan_ranks
+
+    exec(snippet, {})
+    try:
+        return titan_ranks.passes_of("llama3", PASS_PIPELINE_REGISTRY["bucketplan"])
+    finally:
+        del PASS_PIPELINE_REGISTRY["bucketplan"]
 
 
 def _num_collectives(gm: fx.GraphModule) -> int:

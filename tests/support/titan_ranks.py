@@ -15,6 +15,7 @@ from typing import Any
 os.environ.setdefault("WANDB_MODE", "disabled")
 
 import torch
+import torch._inductor.config as inductor_config
 import torch.distributed as dist
 import torchtitan.distributed.parallel_dims
 from torch import fx, nn
@@ -34,8 +35,9 @@ from torchtitan.experiments.graph_trainer.passes import apply_graph_passes, cons
 from torchtitan.experiments.graph_trainer.registry import PASS_PIPELINE_REGISTRY
 from torchtitan.experiments.graph_trainer.trainer import make_fwd_bwd_step
 
+from bucketplan_client.inductor_options import INDUCTOR_SETTINGS, CompileConflict
 from bucketplan_client.passes import LocalPlans
-from bucketplan_client.torchtitan import PIPELINE, PipelineConflict, register
+from bucketplan_client.torchtitan import PIPELINE, PipelineConflict, _keeping_order, register
 from bucketplan_core.collectives import Options
 from bucketplan_core.planners import current_version
 
@@ -162,7 +164,7 @@ def _buckets(gm: fx.GraphModule) -> list[tuple[str, str, tuple[str, ...]]]:
     ]
 
 
-def default_passes(name: str) -> list[str]:
+def default_passes(name: str) -> list[list[str]]:
     """Names of torchtitan's own passes and of ours, in order."""
     job = Job(name)
     traced = job.trace()
@@ -172,6 +174,36 @@ def default_passes(name: str) -> list[str]:
             passes = (build or ours)(traced, job.config, parallel_dims=job.dims)
         found.append([getattr(entry, "func", entry).__name__ for entry in passes])
     return found
+
+
+def passes_of(name: str, build: Any) -> list[str]:
+    """Names of the passes that `build` gives for a traced model."""
+    job = Job(name)
+    return [getattr(found, "func", found).__name__ for found in build(job.trace(), job.config, parallel_dims=job.dims)]
+
+
+def keeping_order() -> dict[str, Any]:
+    """What Inductor's settings are inside and behind a whole-graph pass that keeps the order, and what refuses it."""
+    seen: dict[str, Any] = {}
+
+    def inductor_pass(gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
+        seen["inside"] = {key: getattr(inductor_config, key) for key in INDUCTOR_SETTINGS}
+        seen["inputs"] = example_inputs
+        return gm
+
+    before = {key: getattr(inductor_config, key) for key in INDUCTOR_SETTINGS}
+    kept = _keeping_order(inductor_pass)
+    gm = fx.GraphModule(nn.Module(), fx.Graph())
+    seen["same"] = kept(gm, "inputs") is gm
+    seen["restored"] = before == {key: getattr(inductor_config, key) for key in INDUCTOR_SETTINGS}
+    seen["name"] = kept.__name__
+    with inductor_config.patch(bucket_all_gathers_fx="all"):
+        try:
+            kept(gm)
+        except CompileConflict as conflict:
+            seen["refused"] = conflict.option
+    seen["wanted"] = dict(INDUCTOR_SETTINGS)
+    return seen
 
 
 def refused(changes: dict[str, Any]) -> str:
