@@ -21,6 +21,8 @@ _ROUNDS = 3
 _CAP_BYTES = 500_000_000
 _ONE_BUCKET = 10**15
 _SIZES = (100, 300, 1000, 3000)
+_MEMBERS = (100, 400)
+"""Smaller buckets beside the one of 1,500: what the ratio grows with."""
 
 
 def run() -> Result:
@@ -34,6 +36,10 @@ def run() -> Result:
             f"{collectives}: {ours['launches']:.0f} launches after ours, {theirs['launches']:.0f} after theirs"
         )
     figures["growth_300_3000"] = figures["ours_cpu_ms_3000"] / figures["ours_cpu_ms_300"]
+    for members in _MEMBERS:
+        ours, theirs = _alternate("one_bucket", members, 1)
+        figures[f"cpu_ratio_one_bucket_{members}"] = ours["cpu_ns"] / theirs["cpu_ns"]
+        figures[f"rss_ratio_one_bucket_{members}"] = ours["rss_bytes"] / theirs["rss_bytes"]
     ours, theirs = _alternate("one_bucket", 1500, 1)
     figures["cpu_ratio_one_bucket_1500"] = ours["cpu_ns"] / theirs["cpu_ns"]
     figures["rss_ratio_one_bucket_1500"] = ours["rss_bytes"] / theirs["rss_bytes"]
