@@ -92,12 +92,24 @@ class RevisionService:
     async def replan(self, signature: str, options: dict[str, WireValue], *, parent: int, cause: Cause) -> int:
         """Add the plan under other options (the request's own where they are left open); answers its number."""
         documents = await self.documents(signature)
-        original = (await asyncio.to_thread(Request.decode, documents.request)).options
-        try:
-            effective = complete_options(options, original, path="body.options")
-        except BucketplanError as error:
-            raise refuse(error).problem() from None
+        effective = await self._effective(documents, options)
         return await self._add(documents, "replan", effective, parent=parent, cause=cause)
+
+    async def preview(self, signature: str, options: dict[str, WireValue]) -> tuple[Options, Stored, str]:
+        """What `replan` would store under these options, and its decision digest; nothing is stored."""
+        documents = await self.documents(signature)
+        effective = await self._effective(documents, options)
+        revised = await self._pool.revise(
+            RevisionJob(
+                signature=signature,
+                request=documents.request,
+                profile=documents.profile,
+                origin="replan",
+                options=pack(effective.to_wire()),
+            )
+        )
+        stored = Stored(request=documents.request, profile=documents.profile, plan=revised.plan)
+        return effective, stored, revised.digest
 
     async def by_hand(
         self,
@@ -156,6 +168,13 @@ class RevisionService:
             except StoreError as error:
                 self._log.warning("store.failed", detail=str(error))
             await asyncio.sleep(self._settings.refresh_seconds)
+
+    async def _effective(self, documents: SignatureRow, options: dict[str, WireValue]) -> Options:
+        original = (await asyncio.to_thread(Request.decode, documents.request)).options
+        try:
+            return complete_options(options, original, path="body.options")
+        except BucketplanError as error:
+            raise refuse(error).problem() from None
 
     async def _add(
         self,

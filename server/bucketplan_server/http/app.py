@@ -14,6 +14,7 @@ from bucketplan_server.access.dependency import principal_of
 from bucketplan_server.http.answers import problem_answer
 from bucketplan_server.http.routes import audit, events, inspection, jobs, operation, plans, profiles, revisions
 from bucketplan_server.http.state import AppState
+from bucketplan_server.pages.router import router as pages
 from bucketplan_server.problems import Problem
 
 __all__ = ["build_app"]
@@ -37,6 +38,7 @@ def build_app(state: AppState) -> FastAPI:
     app.state.parts = state
     for module in (plans, audit, inspection, revisions, profiles, jobs, events, operation):
         app.include_router(module.router)
+    app.include_router(pages)
     app.add_exception_handler(Problem, _on_problem)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)

@@ -25,6 +25,7 @@ class PlanFilter:
 
     job: str | None = None
     namespace: str | None = None
+    signature_prefix: str | None = None
     parameter: str | None = None
     module: str | None = None
     group: str | None = None
@@ -66,6 +67,9 @@ async def list_plans(
         lines = literal("\n").concat(signatures.c.groups).concat("\n")
         line = f"\n{wanted.group}\n"
         query = query.where((func.strpos(lines, line) if store.is_postgres else func.instr(lines, line)) > 0)
+    if wanted.signature_prefix is not None:
+        beginning = func.substr(signatures.c.signature, 1, len(wanted.signature_prefix))
+        query = query.where(beginning == wanted.signature_prefix)
     if wanted.strategy is not None:
         query = query.where(signatures.c.strategy == wanted.strategy)
     if wanted.since_ns is not None:

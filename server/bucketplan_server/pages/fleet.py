@@ -1,0 +1,229 @@
+"""The overview, and the lists of plans, jobs and events."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from bucketplan_core.wire import unpack
+from bucketplan_server.access import Caller, Principal, needs
+from bucketplan_server.audit import verify
+from bucketplan_server.http.state import AppState, State
+from bucketplan_server.jobs.state import overall_state
+from bucketplan_server.pages.render import page
+from bucketplan_server.pages.routing import PageRoute, read_form, see_other, whole_number
+from bucketplan_server.problems import Problem
+from bucketplan_server.store.engine import StoreError
+from bucketplan_server.store.listing import PlanFilter, list_plans
+from bucketplan_server.store.overview import count_all, latest_events, latest_jobs
+
+__all__ = ["router"]
+
+router = APIRouter(route_class=PageRoute, include_in_schema=False, dependencies=[needs("auditor")])
+STRATEGIES = ("auto", "module", "size", "none")
+KINDS = (
+    "plan.created", "revision.created", "plan.activated", "plan.quarantined", "attempt.opened", "reports.received",
+    "token.created", "token.revoked",
+)  # fmt: skip
+_PAGE = 50
+_JOBS_PAGE = 20
+_FEW = 8
+_SIGNATURE = re.compile("[0-9a-f]{64}")
+
+
+@router.get("/")
+async def overview(request: Request, state: State, caller: Caller) -> Response:
+    namespace = caller.namespace
+    try:
+        counts = None if namespace is not None else await count_all(state.store)
+        jobs = await latest_jobs(state.store, namespace=namespace, limit=_FEW)
+        plans = await list_plans(state.store, PlanFilter(namespace=namespace), before=None, limit=_FEW)
+        events = await latest_events(state.store, namespace=namespace, limit=_FEW)
+    except StoreError as error:
+        raise state.plans.store_unavailable(error) from None
+    tallies = state.metrics.tallies
+    hits = {source: tallies["bucketplan_plan_hits_total", source] for source in ("memory", "store")}
+    misses = tallies["bucketplan_plan_misses_total", ""]
+    looked = sum(hits.values()) + misses
+    return page(
+        request,
+        "overview.html",
+        counts=counts,
+        divergences=tallies["bucketplan_divergences_total", ""],
+        events=[_event(row, caller) for row in events],
+        hits=hits,
+        hit_ppm=None if not looked else sum(hits.values()) * 1_000_000 // looked,
+        jobs=await _with_states(state, caller, jobs),
+        misses=misses,
+        plannings={name: tallies["bucketplan_plannings_total", name] for name in ("stored", "refused", "failed")},
+        plans=[_plan(row) for row in plans],
+    )
+
+
+@router.get("/plans")
+async def plans(request: Request, state: State, caller: Caller) -> Response:
+    given = {
+        name: request.query_params.get(name, "").strip()
+        for name in ("signature", "job", "parameter", "module", "group", "strategy", "since", "until")
+    }
+    if _SIGNATURE.fullmatch(given["signature"]):
+        return see_other(f"/plans/{given['signature']}")
+    if given["signature"] and not re.fullmatch("[0-9a-f]{4,63}", given["signature"]):
+        raise Problem(
+            "invalid-parameter",
+            f"signature: {given['signature'][:80]!r} is no beginning of a signature: 4 to 64 lower-case hex characters",
+        )
+    wanted = PlanFilter(
+        job=caller.job(given["job"]) if given["job"] else None,
+        namespace=caller.namespace,
+        signature_prefix=given["signature"] or None,
+        parameter=given["parameter"] or None,
+        module=given["module"] or None,
+        group=given["group"] or None,
+        strategy=given["strategy"] or None,
+        since_ns=_day_ns(given["since"], "since"),
+        until_ns=_day_ns(given["until"], "until"),
+    )
+    cursor = request.query_params.get("cursor", "")
+    try:
+        rows = await list_plans(state.store, wanted, before=_cursor(cursor), limit=_PAGE + 1)
+    except StoreError as error:
+        raise state.plans.store_unavailable(error) from None
+    shown = rows[:_PAGE]
+    following = f"{shown[-1]['created_ns']}-{shown[-1]['signature']}" if len(rows) > _PAGE else None
+    return page(
+        request,
+        "plans.html",
+        cursor=cursor,
+        following=following,
+        given=given,
+        plans=[_plan(row) for row in shown],
+        strategies=STRATEGIES,
+    )
+
+
+@router.get("/jobs")
+async def jobs(request: Request, state: State, caller: Caller) -> Response:
+    part = request.query_params.get("name", "").strip()[:200]
+    cursor = request.query_params.get("cursor", "")
+    opened, _, name = cursor.partition("-")
+    before = None if not cursor else (whole_number(opened, "cursor") or 0, name)
+    try:
+        rows = await latest_jobs(
+            state.store, namespace=caller.namespace, part=part or None, before=before, limit=_JOBS_PAGE + 1
+        )
+    except StoreError as error:
+        raise state.plans.store_unavailable(error) from None
+    shown = rows[:_JOBS_PAGE]
+    following = f"{shown[-1].opened_ns}-{shown[-1].job}" if len(rows) > _JOBS_PAGE else None
+    return page(
+        request,
+        "jobs.html",
+        cursor=cursor,
+        following=following,
+        jobs=await _with_states(state, caller, shown),
+        part=part,
+    )
+
+
+@router.get("/events")
+async def events(request: Request, state: State, caller: Caller) -> Response:
+    given = {name: request.query_params.get(name, "").strip() for name in ("signature", "job", "kind")}
+    before = whole_number(request.query_params.get("before", ""), "before")
+    if given["signature"] and not _SIGNATURE.fullmatch(given["signature"]):
+        raise Problem("invalid-parameter", "signature: must be a whole signature, 64 lower-case hex characters")
+    try:
+        rows = await latest_events(
+            state.store,
+            namespace=caller.namespace,
+            before=before,
+            signature=given["signature"] or None,
+            job=caller.job(given["job"]) if given["job"] else None,
+            kind=given["kind"] or None,
+            limit=_PAGE + 1,
+        )
+    except StoreError as error:
+        raise state.plans.store_unavailable(error) from None
+    shown = rows[:_PAGE]
+    return page(
+        request,
+        "events.html",
+        before=before,
+        events=[_event(row, caller) for row in shown],
+        following=shown[-1]["seq"] if len(rows) > _PAGE else None,
+        given=given,
+        kinds=KINDS,
+        verification=getattr(request.app.state, "last_verification", None),
+    )
+
+
+@router.post("/events/verify", dependencies=[needs("rank")])
+async def verify_log(request: Request, state: State, caller: Caller) -> Response:
+    """Verification reads only, but it is work: one at a time, and asked for by a post."""
+    caller.everything("the log is one chain over every namespace")
+    form = await read_form(request)
+    replay = form.get("replay") == "yes"
+    try:
+        async with state.verifying:
+            found = await verify(state.store, state.pool.replay if replay else None)
+    except StoreError as error:
+        raise state.plans.store_unavailable(error) from None
+    now = int(datetime.now(tz=UTC).timestamp() * 1_000_000_000)
+    request.app.state.last_verification = {"at_ns": now, "found": found, "replayed": replay}
+    return see_other("/events#verification")
+
+
+async def _with_states(state: AppState, caller: Principal, rows: Sequence[Any]) -> list[Mapping[str, Any]]:
+    async def one(row: Any) -> Mapping[str, Any]:
+        attempt = await state.jobs.attempt(row.job, row.last_attempt)
+        found = overall_state(await state.jobs.status(attempt))
+        return {
+            "job": caller.shown(row.job),
+            "attempt": row.last_attempt,
+            "opened_ns": row.opened_ns,
+            "state": found[0],
+            "summary": found[1],
+        }
+
+    return list(await asyncio.gather(*map(one, rows)))
+
+
+def _plan(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {**row, "groups": row["groups"].split("\n")}
+
+
+def _event(row: Mapping[str, Any], caller: Principal) -> dict[str, Any]:
+    body = unpack(row["body"])
+    assert isinstance(body, dict)
+    if isinstance(body.get("job"), str):
+        body["job"] = caller.shown(str(body["job"]))
+    if isinstance(body.get("reports"), list):
+        body["reports"] = f"{len(body['reports'])} reports"
+    return {**row, "body": body, "job": row["job"] and caller.shown(row["job"])}
+
+
+def _day_ns(text: str, name: str) -> int | None:
+    if not text:
+        return None
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise Problem("invalid-parameter", f"{name}: {text[:80]!r} is no date like 2026-12-31") from None
+    moment = moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+    return max(0, int(moment.timestamp()) * 1_000_000_000)
+
+
+def _cursor(cursor: str) -> tuple[int, str] | None:
+    if not cursor:
+        return None
+    match = re.fullmatch("([0-9]{1,18})-([0-9a-f]{64})", cursor)
+    if match is None:
+        raise Problem("invalid-parameter", f"cursor: {cursor[:120]!r} is no cursor", fields={"path": "cursor"})
+    return int(match[1]), match[2]

@@ -1,0 +1,139 @@
+"""One plan: its pictures, buckets and revisions; one bucket; the data behind the pictures."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path
+from starlette.requests import Request
+from starlette.responses import Response
+
+from bucketplan_core.plan import Plan
+from bucketplan_core.wire import unpack
+from bucketplan_server.access import Caller, Principal, needs
+from bucketplan_server.http.answers import answer
+from bucketplan_server.http.state import AppState, State
+from bucketplan_server.pages.draw import chart_of_memory, drawing_of
+from bucketplan_server.pages.figures import ORDERS, PlanQuery, view_bucket, view_plan
+from bucketplan_server.pages.render import page
+from bucketplan_server.pages.routing import PageRoute, whole_number
+from bucketplan_server.problems import Problem
+from bucketplan_server.store.revisions import RevisionRow
+
+__all__ = ["Signature", "revision_of", "revisions_for", "router"]
+
+router = APIRouter(route_class=PageRoute, include_in_schema=False, dependencies=[needs("auditor")])
+Signature = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="signature of the request")]
+_BUCKETS = 50
+_MEMBERS = 100
+_BASELINES = ("none", "size", "module")
+
+
+def revision_of(request: Request, name: str = "revision") -> int | None:
+    return whole_number(request.query_params.get(name, ""), name, low=1, high=2**31 - 1)
+
+
+async def revisions_for(state: AppState, caller: Principal, signature: str) -> list[dict[str, Any]]:
+    """Revisions as the page lists them, jobs of other namespaces left out."""
+    rows: list[RevisionRow] = await state.revisions.revisions(signature)
+    return [
+        {
+            "active_for": [caller.shown(job) for job in row.active_for if job and caller.sees(job)],
+            "is_active": "" in row.active_for,
+            "options": unpack(row.options),
+            "row": row,
+        }
+        for row in rows
+    ]
+
+
+@router.get("/plans/{signature}")
+async def plan(request: Request, state: State, caller: Caller, signature: Signature) -> Response:
+    wanted = revision_of(request)
+    order = request.query_params.get("order", "") or "launch"
+    if order not in ORDERS:
+        raise Problem("invalid-parameter", f"order: {order[:80]!r} must be one of {', '.join(ORDERS)}")
+    number = whole_number(request.query_params.get("page", ""), "page", low=1, high=100_000) or 1
+    query = PlanQuery(
+        find=request.query_params.get("find", "").strip()[:1_000],
+        order=order,  # type: ignore[arg-type]  # checked above
+        start=(number - 1) * _BUCKETS,
+        size=_BUCKETS,
+    )
+    revisions = await revisions_for(state, caller, signature)
+    stored = await state.revisions.stored(signature, wanted)
+    view = await state.pool.read(view_plan, stored, query)
+    decoded = await asyncio.to_thread(Plan.decode, stored.plan)
+    shown = wanted or next((entry["row"].revision for entry in revisions if entry["is_active"]), 1)
+    return page(
+        request,
+        "plan.html",
+        after=None if view.after is None else drawing_of(view.after),
+        assessment=decoded.assessment,
+        baselines=_baselines(decoded),
+        before=None if view.before is None else drawing_of(view.before),
+        memory=chart_of_memory(view),
+        notice=request.query_params.get("done", ""),
+        number=number,
+        num_pages=max(1, -(-view.num_found // _BUCKETS)),
+        orders=ORDERS,
+        query=query,
+        revision=next(entry for entry in revisions if entry["row"].revision == shown),
+        revisions=revisions,
+        signature=signature,
+        view=view,
+    )
+
+
+@router.get("/plans/{signature}/pictures.json")
+async def pictures(request: Request, state: State, signature: Signature) -> Response:
+    """What is drawn on the page of the plan, as data: boxes in units of the drawing, slices and curves in ns, bytes."""
+    stored = await state.revisions.stored(signature, revision_of(request))
+    view = await state.pool.read(view_plan, stored, PlanQuery(size=0))
+    names = ("before", "after", "memory_before", "memory_after")
+    drawn = {name: getattr(view, name) for name in names}
+    return answer({name: None if value is None else _whole(asdict(value)) for name, value in drawn.items()}, "json")
+
+
+@router.get("/plans/{signature}/buckets/{index}")
+async def bucket(request: Request, state: State, signature: Signature, index: int) -> Response:
+    wanted = revision_of(request)
+    number = whole_number(request.query_params.get("page", ""), "page", low=1, high=100_000) or 1
+    if not 0 <= index < 2**31:
+        raise Problem("not-found", f"there is no bucket {index}")
+    stored = await state.revisions.stored(signature, wanted)
+    view = await state.pool.read(view_bucket, stored, index, (number - 1) * _MEMBERS, _MEMBERS)
+    if view is None:
+        raise Problem("not-found", f"this plan has no bucket {index}", fields={"path": "index", "value": index})
+    return page(
+        request,
+        "bucket.html",
+        index=index,
+        number=number,
+        num_pages=max(1, -(-view.row.num_members // _MEMBERS)),
+        revision=wanted,
+        signature=signature,
+        view=view,
+    )
+
+
+def _baselines(plan: Plan) -> list[tuple[str, Any]]:
+    """Simulated figures beside those of the rules; the plan itself first."""
+    simulated = plan.assessment.get("simulated")
+    found = plan.assessment.get("baselines")
+    if not isinstance(simulated, dict) or not isinstance(found, dict):
+        return []
+    return [("this plan", simulated), *((name, found[name]) for name in _BASELINES if name in found)]
+
+
+def _whole(value: Any) -> Any:
+    """Drawing units in thousandths: documents of this service hold no floats."""
+    if isinstance(value, float):
+        return round(value * 1_000)
+    if isinstance(value, dict):
+        return {key: _whole(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_whole(inner) for inner in value]
+    return value

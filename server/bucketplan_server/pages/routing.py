@@ -1,0 +1,104 @@
+"""What the routes of pages share: problems as pages, forms read within bounds, posts from our own pages only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+from urllib.parse import parse_qsl
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from bucketplan_server.access.authenticate import refusal_reason
+from bucketplan_server.access.dependency import principal_of
+from bucketplan_server.http.bodies import read_body
+from bucketplan_server.pages.render import PAGE_HEADERS, page
+from bucketplan_server.problems import Problem
+
+__all__ = ["MAX_REASON_CHARACTERS", "PageRoute", "read_form", "see_other", "text_field", "whole_number"]
+
+_MAX_FORM_BYTES = 64 * 1024
+_MAX_FIELDS = 64
+MAX_REASON_CHARACTERS = 2_000
+
+
+class PageRoute(APIRoute):
+    """A route whose problems are answered as pages; the application sends who must sign in to do so."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        inner = super().get_route_handler()
+
+        async def handler(request: Request) -> Response:
+            try:
+                return await inner(request)
+            except Problem as problem:
+                if problem.slug in ("unauthorized", "forbidden"):
+                    # The application logs and counts refusals, and sends who has no token to the sign-in page.
+                    if problem.status == 401:
+                        raise
+                    state = request.app.state.parts
+                    token = principal_of(request).name
+                    state.access.refused(request.scope, refusal_reason(problem), problem, token=token)
+                return _problem_page(request, problem)
+            except RequestValidationError as error:
+                first = error.errors()[0]
+                name = str(first["loc"][-1])
+                detail = f"{name}: {first['msg']} (got {str(first.get('input'))[:200]!r})"
+                return _problem_page(request, Problem("invalid-parameter", detail, fields={"path": name}))
+            except HTTPException as error:
+                if error.status_code < 400:
+                    raise
+                return _problem_page(request, Problem("invalid-body", str(error.detail), status=error.status_code))
+
+        return handler
+
+
+def _problem_page(request: Request, problem: Problem) -> Response:
+    return page(request, "problem.html", code=problem.status, headers=problem.headers, problem=problem)
+
+
+def see_other(location: str) -> Response:
+    """303: the next page after a post."""
+    return RedirectResponse(location, status_code=303, headers=dict(PAGE_HEADERS))
+
+
+async def read_form(request: Request) -> Mapping[str, str]:
+    """The fields of a form that was posted; raises `Problem`. Posts from other sites were refused by the front."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/x-www-form-urlencoded":
+        raise Problem("unsupported-media-type", f"Content-Type is {media_type!r}; a form of these pages is expected")
+    body = await read_body(request, limit=_MAX_FORM_BYTES)
+    try:
+        pairs = parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=_MAX_FIELDS, errors="strict")
+    except ValueError as error:
+        raise Problem("invalid-body", f"the form cannot be read: {error}") from None
+    return dict(pairs)
+
+
+def text_field(form: Mapping[str, str], name: str, *, required: str | None = None, limit: int = 200) -> str:
+    """A field without blanks around it; `required` is what to tell whoever left it empty."""
+    value = form.get(name, "").strip()
+    if not value and required is not None:
+        raise Problem("invalid-body", f"{name}: {required}", fields={"path": name})
+    if len(value) > limit:
+        raise Problem(
+            "invalid-body", f"{name}: {len(value)} characters, at most {limit} are taken", fields={"path": name}
+        )
+    return value
+
+
+def whole_number(value: str, name: str, *, low: int = 0, high: int = 2**63 - 1) -> int | None:
+    """The number that a field holds, None where it is empty; raises `Problem`."""
+    text = value.strip().replace("_", "")
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 19 and low <= int(text) <= high):
+        raise Problem(
+            "invalid-parameter",
+            f"{name}: {value[:80]!r} must be a whole number from {low} to {high}",
+            fields={"path": name, "value": value[:80]},
+        )
+    return int(text)

@@ -1,0 +1,64 @@
+"""Signing in and out: the token in a cookie that scripts cannot read and other sites cannot send."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from bucketplan_server.access import needs_nothing
+from bucketplan_server.access.authenticate import COOKIE
+from bucketplan_server.http.state import State
+from bucketplan_server.pages.render import page, static_answer
+from bucketplan_server.pages.routing import PageRoute, read_form, see_other, text_field
+from bucketplan_server.problems import Problem
+
+__all__ = ["local_path", "router"]
+
+router = APIRouter(route_class=PageRoute, include_in_schema=False, dependencies=[needs_nothing()])
+_MAX_TOKEN_CHARACTERS = 500
+
+
+@router.get("/login")
+async def login(request: Request, state: State) -> Response:
+    target = local_path(request.query_params.get("next", ""))
+    return page(request, "login.html", failed=False, required=state.access.table.required, target=target)
+
+
+@router.post("/login")
+async def sign_in(request: Request, state: State) -> Response:
+    form = await read_form(request)
+    token = text_field(form, "token", limit=_MAX_TOKEN_CHARACTERS)
+    target = local_path(form.get("next", ""))
+    if state.access.table.valid(token.encode()) is None:
+        return page(request, "login.html", code=401, failed=True, required=True, target=target)
+    response = see_other(target)
+    secure = request.url.scheme == "https" or request.headers.get("x-forwarded-proto") == "https"
+    response.set_cookie(COOKIE, token, httponly=True, samesite="strict", secure=secure, path="/")
+    return response
+
+
+@router.post("/logout")
+async def sign_out(request: Request) -> Response:
+    await read_form(request)
+    response = see_other("/login")
+    response.delete_cookie(COOKIE, httponly=True, samesite="strict", path="/")
+    return response
+
+
+@router.get("/static/{name}")
+async def static(request: Request, name: str) -> Response:
+    found = static_answer(request, name)
+    if found is None:
+        raise Problem("not-found", f"there is nothing at {request.url.path}", fields={"path": request.url.path})
+    return found
+
+
+def local_path(target: str) -> str:
+    """`target` if it is a path of this server, else the overview: nobody is sent elsewhere after signing in."""
+    parts = urlsplit(target) if target.isprintable() else None
+    if parts is None or parts.scheme or parts.netloc or "\\" in target:
+        return "/"
+    return target if target.startswith("/") and not target.startswith("//") else "/"
