@@ -96,6 +96,8 @@ OPERATIONS = (
     (Journal, "obsolete"),
     (FakeValues, "set"),
     (FakeValues, "behind"),
+    (Journal, "commit"),
+    (fx.Graph, "erase_node"),
 )
 
 
@@ -121,6 +123,27 @@ def test_a_failure_at_any_operation_leaves_the_graph_as_it_was(owner: type, name
     apply_plan(description, plan)
     assert "fsdp_ag_bucketing" in gm.meta
     assert_same_results(original, gm, build.draw_inputs(RANKS, 1), GROUPS)
+
+
+def test_code_that_cannot_be_generated_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    build, gm, description, plan = prepared()
+    before, meta, code = snapshot(gm), dict(gm.meta), gm.code
+    recompile, calls = gm.recompile, []
+
+    def fails_once() -> Any:
+        calls.append(len(gm.graph.nodes))
+        if len(calls) == 1:
+            raise InjectedError
+        return recompile()
+
+    monkeypatch.setattr(gm, "recompile", fails_once)
+    with pytest.raises(InjectedError):
+        apply_plan(description, plan)
+    assert len(calls) == 2, "the code is that of the graph again"
+    assert (snapshot(gm), gm.meta, gm.code) == (before, meta, code)
+    gm.graph.lint()
+    apply_plan(description, plan)
+    assert_same_results(everything()[1], gm, build.draw_inputs(RANKS, 1), GROUPS)
 
 
 def test_an_order_that_would_be_invalid_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:

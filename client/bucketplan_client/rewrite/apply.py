@@ -78,20 +78,24 @@ def apply_plan(
     graph = binding.module.graph
     change = binding.snapshot.first_change(graph) or _changed_tensor(description)
     if change is not None:
-        raise StalePlan(change)
+        raise StalePlan(change, signature=description.signature)
     check_decision(description.request, plan.decision)
     applied_kinds = frozenset(KINDS if kinds is None else kinds)
     journal = Journal(graph, binding.snapshot)
+    recompiling = False
     with collector_paused():
         try:
             _Rewrite(description, plan.decision, applied_kinds, journal).run()
             _check_order(journal)
+            journal.commit()
+            recompiling = recompile and bool(journal.created or journal.moved)
+            if recompiling:
+                binding.module.recompile()
         except BaseException:
             journal.roll_back()
+            if recompiling:
+                binding.module.recompile()
             raise
-        journal.commit()
-    if recompile and (journal.created or journal.moved):
-        binding.module.recompile()
     statistics = _statistics(description.request, plan.decision, applied_kinds)
     binding.module.meta.update(statistics)
     return Applied(description, statistics)

@@ -17,7 +17,7 @@ _ABSENT = object()
 class Journal:
     """Creates, moves and relabels nodes of one graph; `roll_back` restores nodes, order, arguments and metadata.
 
-    Nodes to be erased are only noted: `commit` erases them, once nothing else can fail.
+    Nodes to be erased are only noted: `commit` erases them last, and `roll_back` brings back those that it got to.
     """
 
     def __init__(self, graph: fx.Graph, snapshot: GraphSnapshot) -> None:
@@ -29,6 +29,7 @@ class Journal:
         self._meta: list[tuple[fx.Node, str, Any]] = []
         self._obsolete: list[fx.Node] = []
         self._replaced: dict[fx.Node, fx.Node] = {}
+        self._users: dict[fx.Node, list[fx.Node]] = {}
 
     def create(
         self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
@@ -90,9 +91,14 @@ class Journal:
 
     def commit(self) -> None:
         for node in self._obsolete:
+            for source in node.all_input_nodes:
+                self._users.setdefault(source, list(source.users))
+        for node in self._obsolete:
             self.graph.erase_node(node)
 
     def roll_back(self) -> None:
+        """Undo everything, whether `commit` was reached, broke off or was done."""
+        self._revive()
         self._snapshot.restore_arguments()
         for node, operation in reversed(self._operations):
             node.op = operation
@@ -107,3 +113,22 @@ class Journal:
         for node, following in zip(reversed(nodes[:-1]), reversed(nodes[1:]), strict=True):
             if node.next is not following:
                 following.prepend(node)
+        self.graph._len = len(nodes)
+        for source, users in self._users.items():
+            ordered = dict.fromkeys(user for user in (*users, *source.users) if user in source.users)
+            source.users.clear()
+            source.users.update(ordered)
+
+    def _revive(self) -> None:
+        """Make erased nodes members of the graph again, each alone: their place and arguments are restored afterwards.
+
+        fx has no call for this, and a copy in a node's place would not be the node that others hold. What is set here
+        is what `Graph.erase_node` unsets.
+        """
+        for node in self._obsolete:
+            if node not in self.graph._find_nodes_lookup_table:
+                self.graph._find_nodes_lookup_table.insert(node)
+            if node.prev.next is not node:
+                # Taking it out of the list left its own links, through which it would unlink its old neighbours.
+                node._prev = node._next = node
+            node._erased = False
