@@ -86,7 +86,7 @@ def serve(**flags: Any) -> None:
     from bucketplan_server.logs import configure_logs
     from bucketplan_server.serve import run
     from bucketplan_server.store.engine import StoreError
-    from bucketplan_server.store.lock import LockHeld
+    from bucketplan_server.store.lock import LockHeld, SeveralNames
     from bucketplan_server.store.migrate import SchemaTooNew
 
     settings = _settings(flags)
@@ -97,7 +97,7 @@ def serve(**flags: Any) -> None:
     configure_logs(settings.log_level, settings.log_format)
     try:
         run(settings)
-    except (LockHeld, SchemaTooNew, StoreError) as error:
+    except (LockHeld, SeveralNames, SchemaTooNew, StoreError) as error:
         _fail(str(error))
 
 
@@ -106,7 +106,7 @@ def serve(**flags: Any) -> None:
 def migrate(**flags: Any) -> None:
     """Bring the database to this release's tables (serve does it by itself at start)."""
     from bucketplan_server.store.engine import StoreError, open_store
-    from bucketplan_server.store.lock import LockHeld
+    from bucketplan_server.store.lock import LockHeld, SeveralNames
     from bucketplan_server.store.migrate import SchemaTooNew, head_revision
 
     settings = _settings(flags)
@@ -117,7 +117,7 @@ def migrate(**flags: Any) -> None:
 
     try:
         asyncio.run(upgrade())
-    except (LockHeld, SchemaTooNew, StoreError) as error:
+    except (LockHeld, SeveralNames, SchemaTooNew, StoreError) as error:
         _fail(str(error))
     typer.echo(f"{settings.database} is at migration {head_revision()}")
 

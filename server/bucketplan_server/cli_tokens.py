@@ -138,7 +138,7 @@ def _send(settings: Settings, command: Command) -> None:
         path = settings.sqlite_path
         assert path is not None, "only SQLite files are locked"
         try:
-            error = Inbox(path.absolute()).submit(
+            error = Inbox(path.resolve()).submit(
                 command, timeout_seconds=settings.refresh_seconds + _BEYOND_REFRESH_SECONDS
             )
         except NotTaken as failed:

@@ -59,6 +59,16 @@ def test_a_second_server_on_the_same_file_refuses_to_start(tmp_path):
         assert httpx.get(f"{server.url}/readyz").status_code == 200
 
 
+@pytest.mark.parametrize(("link", "says"), [("symlink_to", "in use by another"), ("hardlink_to", "2 names")])
+def test_another_name_of_the_file_does_not_get_around_that(tmp_path, link, says):
+    with running_server(tmp_path) as server:
+        other = tmp_path / "other"
+        other.mkdir()
+        getattr(other / "plans.db", link)(server.database)
+        with pytest.raises(ServerFailed, match=says), running_server(other, database=other / "plans.db"):
+            pytest.fail("two servers opened one SQLite file")
+
+
 def test_a_database_of_a_newer_release_is_left_alone(tmp_path):
     with running_server(tmp_path) as server:
         server.kill()

@@ -46,7 +46,7 @@ class TokenService:
         self._store = store
         self._table = table
         path = settings.sqlite_path
-        self._inbox = None if path is None else Inbox(path.absolute())
+        self._inbox = None if path is None else Inbox(path.resolve())
         self._log = structlog.get_logger("bucketplan_server")
 
     async def refresh(self) -> None:

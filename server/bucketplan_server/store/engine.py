@@ -137,8 +137,8 @@ def store_url(database: str) -> URL:
 async def open_store(database: str, *, timeout_seconds: float) -> Store:
     """Open `database` and bring its tables up to date.
 
-    Raises `LockHeld` when another server has the SQLite file, `SchemaTooNew` when a newer release wrote it,
-    `StoreError` when it cannot be opened.
+    Raises `LockHeld` when another server has the SQLite file, `SeveralNames` for one with hard links, `SchemaTooNew`
+    when a newer release wrote it, `StoreError` when it cannot be opened.
     """
     url = store_url(database)
     lock = None

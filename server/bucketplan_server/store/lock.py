@@ -6,7 +6,7 @@ import fcntl
 import os
 from pathlib import Path
 
-__all__ = ["FileLock", "LockHeld"]
+__all__ = ["FileLock", "LockHeld", "SeveralNames"]
 
 
 class LockHeld(Exception):
@@ -21,16 +21,35 @@ class LockHeld(Exception):
         )
 
 
+class SeveralNames(Exception):
+    """`database` is one of `num_names` hard links to a file; SQLite keeps a log beside each, and two logs corrupt it."""
+
+    def __init__(self, database: Path, num_names: int) -> None:
+        self.database = database
+        self.num_names = num_names
+        super().__init__(
+            f"{database} has {num_names} names (hard links), and SQLite would keep one log beside each of them. "
+            "Remove the other names, or copy the file with bucketplan-server backup"
+        )
+
+
 class FileLock:
-    """An advisory lock on ``<database>.lock``, held until `release` or the end of the process, however that comes."""
+    """An advisory lock on ``<database>.lock``, held until `release` or the end of the process, however that comes.
+
+    Symbolic links lead to the lock of the file itself; a file of several names is refused.
+    """
 
     def __init__(self, database: Path) -> None:
         self._database = database
         self._file = -1
 
     def acquire(self) -> None:
-        """Raises `LockHeld` at once if another process has it."""
-        path = self._database.with_name(self._database.name + ".lock")
+        """Raises `LockHeld` at once if another process has it, and `SeveralNames` for a file with hard links."""
+        database = self._database.resolve()
+        num_names = database.stat().st_nlink if database.exists() else 1
+        if num_names > 1:
+            raise SeveralNames(database, num_names)
+        path = database.with_name(database.name + ".lock")
         # Python opens without inheritance, so planning processes do not keep the lock of a killed server.
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
