@@ -22,7 +22,7 @@ class LockHeld(Exception):
 
 
 class SeveralNames(Exception):
-    """`database` is one of `num_names` hard links to a file; SQLite keeps a log beside each, and two logs corrupt it."""
+    """`database` is one of `num_names` hard links to a file: SQLite keeps a log beside each, which corrupts it."""
 
     def __init__(self, database: Path, num_names: int) -> None:
         self.database = database
