@@ -38,11 +38,15 @@ _Interval = tuple[int, int, str]
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A box of one layer, in units; `title` says what it is, and of how many intervals where it was joined."""
+    """A box of one layer, in units; `title` says what it is, and of how many intervals where it was joined.
+
+    `share` of its width is busy: it is drawn that high, so that areas are times.
+    """
 
     x: float
     width: float
     title: str
+    share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,13 +178,16 @@ def _layer(category: str, intervals: Sequence[_Interval], scale_ns: int, most: i
     unit_ns = scale_ns / WIDTH
     boxes: list[Box] = []
     path: list[tuple[float, float]] = []
+    following = 0
     for start, end, name, count in join(intervals, unit_ns=unit_ns, most=most):
+        at, following = following, following + count
         x, width = start / unit_ns, (end - start) / unit_ns
         if width < _TITLED_UNITS:
             path.append((x, max(width, 0.5)))
             continue
         title = name if count == 1 else f"{count} intervals from {name}"
-        boxes.append(Box(x, width, f"{title}: {_ms(start)} to {_ms(end)}"))
+        busy = sum(min(last, end) - first for first, last, _ in intervals[at : at + count])
+        boxes.append(Box(x, width, f"{title}: {_ms(start)} to {_ms(end)}", min(1.0, busy / (end - start))))
     total = sum(end - start for start, end, _ in intervals)
     return Layer(category, tuple(boxes), tuple(path), total, len(intervals))
 
