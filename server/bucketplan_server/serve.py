@@ -74,7 +74,7 @@ async def open_state(settings: Settings) -> AsyncIterator[AppState]:
         for follower in followers:
             follower.cancel()
         await plans.close()
-        pool.close()
+        await pool.close()
         await store.close()
 
 

@@ -1,6 +1,7 @@
 """Tokens, roles, namespaces and TLS, on real servers; what is refused is logged, and no secret is."""
 
 import json
+import os
 import re
 import sqlite3
 import subprocess
@@ -19,16 +20,18 @@ from fastapi.routing import APIRoute
 from bucketplan_client.errors import ServerUnreachable
 from bucketplan_client.transport import PlanClient
 from bucketplan_core.attempt import AttemptRequest, RankReport
-from bucketplan_core.wire import pack, unpack
+from bucketplan_core.collectives import Options
+from bucketplan_core.hardware import CollectiveCost, Hardware, Protocol
+from bucketplan_core.wire import pack, to_json, unpack
 from bucketplan_server import cli_tokens
 from bucketplan_server.access.authenticate import is_public
 from bucketplan_server.access.tokens import Token, TokenTable, hash_token, new_token
 from bucketplan_server.http.app import build_app
 from bucketplan_server.settings import SettingsError, check_tls, load_settings
-from tests.support.documents import MSGPACK, plan_body, small_request
+from tests.support.documents import MSGPACK, plan_body, profile_of, small_request
 from tests.support.paths import ROOT
 from tests.support.postgres import running_postgres
-from tests.support.server import RunningServer, running_server
+from tests.support.server import FAULTS, RunningServer, running_server
 from tests.support.tls import make_tls_files
 
 REFRESH_SECONDS = 0.1
@@ -454,8 +457,43 @@ def test_tokens_reach_every_replica_within_the_refresh(tmp_path):
             wait_until(lambda: statuses(bearer) == {401})
 
 
-def test_no_source_imports_an_unsafe_serializer():
+def test_no_source_imports_an_unsafe_serializer_or_what_uses_one():
     unsafe = re.compile(r"^\s*(?:import|from)\s+(?:pickle|marshal|shelve|dill|cloudpickle)\b", re.MULTILINE)
+    carriers = re.compile(r"\bmultiprocessing\b|\bProcessPoolExecutor\b")
     sources = [path for top in ("core", "server", "client") for path in (ROOT / top).rglob("*.py")]
     assert len(sources) > 100
     assert [str(path) for path in sources if unsafe.search(path.read_text())] == []
+    assert [str(path) for path in (ROOT / "server").rglob("*.py") if carriers.search(path.read_text())] == []
+
+
+def test_the_server_and_its_planners_work_where_pickle_is_an_error(tmp_path):
+    environment = {"PYTHONPATH": os.pathsep.join([str(FAULTS), *sys.path]), "TEST_NO_PICKLE": "1"}
+    for use in ("pickle.loads(b'')", "pickle.Unpickler(None)", "multiprocessing.reduction.ForkingPickler.dumps(1)"):
+        command = [sys.executable, "-c", f"import multiprocessing.reduction, pickle; {use}"]
+        done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+        assert "pickle is used" in done.stderr
+    hardware = Hardware(
+        flops_per_us=(("matmul:bfloat16", 1_000_000),),
+        memory_bytes_per_us=1_000_000,
+        copy_bytes_per_us=1_000_000,
+        launch_ns=1_000,
+        slowdown_permille=0,
+        collectives=(CollectiveCost("fsdp", "all_gather", (Protocol(10_000, 100_000),)),),
+    )
+    request = small_request(options=Options(strategy="size", planner="size/1", hardware=hardware))
+    with running_server(tmp_path, environment=environment) as server, httpx.Client(base_url=server.url) as client:
+        plan = f"/v1/plans/{request.signature}"
+        posted = client.post("/v1/plans", content=plan_body(request, profile_of(request)), headers=MSGPACK)
+        assert posted.status_code == 201
+        body = {"profile": None, "request": request.to_wire(), "signature": request.signature}
+        as_json = {"Content-Type": "application/json"}
+        assert client.post("/v1/plans", content=to_json(body), headers=as_json).status_code == 200
+        revised = client.post(f"{plan}/revisions", json={"options": {"strategy": "none"}, "reason": "test"})
+        assert revised.status_code == 201
+        diff = f"/v1/diff?a={request.signature}&b={request.signature}&revision_b=2"
+        page = f"/plans/{request.signature}"
+        reads = (f"{plan}/explain", f"{plan}/trace", diff, page, f"{page}/buckets/0", "/v1/events/verify?replay=true")
+        for path in reads:
+            answer = client.get(path)
+            assert answer.status_code == 200, (path, answer.text)
+        assert server.metric("bucketplan_planner_crashes_total") == 0

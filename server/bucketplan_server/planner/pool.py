@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from typing import TypeVar
 
 import structlog
 
 from bucketplan_core.wire import WireValue
 from bucketplan_server.planner import worker
+from bucketplan_server.planner.calls import frame_call, read_answer
+from bucketplan_server.planner.child import Limits, PlanningProcess
 from bucketplan_server.planner.planned import Canonical, PlanJob, Planned, Revised, RevisionJob, Stored
 from bucketplan_server.problems import Problem, Refused
 
@@ -20,23 +20,51 @@ __all__ = ["PlannerPool"]
 
 T = TypeVar("T")
 _ATTEMPTS = 2
-"""A planner that dies takes the work of its neighbours with it, so each piece of work gets a second try."""
+"""A planner may be killed for no fault of the request (an operator, the kernel out of memory): it is tried again."""
+_GRACE_SECONDS = 30.0
+"""What a planner gets beyond its own time limit before the server ends it: it may be stopped, or deaf inside C code."""
+_LARGE_BYTES = 256 * 1024
+"""Answers above this are read in a thread, so that other requests do not wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    call: bytes
+    answer: asyncio.Future[bytes]
 
 
 class PlannerPool:
-    """Processes that plan. Spawned, not forked: a fork would copy threads' locks and the database connection."""
+    """`processes` processes that plan, started at the first call; each takes one piece of work at a time.
 
-    def __init__(self, *, processes: int, memory_bytes: int, timeout_seconds: float, retry_after_seconds: int) -> None:
-        self._processes = processes
-        self._limits = (memory_bytes, timeout_seconds)
-        self._retry_after = str(retry_after_seconds)
-        self._executor = self._start()
-        self.crashes = 0
+    They run programs of their own, not forks: a fork would copy threads' locks and the database connection.
+    """
+
+    def __init__(
+        self,
+        *,
+        processes: int,
+        memory_bytes: int,
+        timeout_seconds: float,
+        retry_after_seconds: int,
+        grace_seconds: float = _GRACE_SECONDS,
+    ) -> None:
+        self._num_processes = processes
+        self._limits = Limits(memory_bytes=memory_bytes, timeout_seconds=timeout_seconds, grace_seconds=grace_seconds)
+        self._retry_after_seconds = retry_after_seconds
+        self._queue: asyncio.Queue[_Work] = asyncio.Queue()
+        self._runners: list[asyncio.Task[None]] = []
+        self._num_crashes = 0
         self._readers: PlannerPool | None = None
+        self._log = structlog.get_logger("bucketplan_server")
 
-    async def warm_up(self) -> None:
-        """Returns when a process has started and imported what planning needs."""
-        await self._run(worker.warm_up)
+    @property
+    def crashes(self) -> int:
+        """How many processes died, those of readers with them."""
+        return self._num_crashes + (0 if self._readers is None else self._readers.crashes)
+
+    async def warm_up(self) -> int:
+        """Returns when a process has started and imported what planning needs: its id."""
+        return await self._checked(worker.warm_up)
 
     async def plan(self, job: PlanJob) -> Planned:
         """Raises `Problem`: what is wrong with the request, or ``planner-failed`` when the process died twice."""
@@ -63,58 +91,103 @@ class PlannerPool:
         return await self._checked(worker.diff_plans, a, b)
 
     async def read(self, function: Callable[..., T], *arguments: object) -> T:
-        """What `function`, which must be one of a module, makes of stored documents; raises `Problem`.
+        """What `function`, one of `calls.OPERATIONS`, makes of stored documents; raises `Problem`.
 
         It runs in a process of its own, started at the first call, so that who looks does not wait behind plannings.
         """
         if self._readers is None:
-            memory_bytes, timeout_seconds = self._limits
             self._readers = PlannerPool(
                 processes=1,
-                memory_bytes=memory_bytes,
-                timeout_seconds=timeout_seconds,
-                retry_after_seconds=int(self._retry_after),
+                memory_bytes=self._limits.memory_bytes,
+                timeout_seconds=self._limits.timeout_seconds,
+                retry_after_seconds=self._retry_after_seconds,
+                grace_seconds=self._limits.grace_seconds,
             )
-        result: T = await self._readers._checked(worker.read, function, *arguments)
-        return result
+        return await self._readers._checked(function, *arguments)
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """End the processes, whatever they are doing; work that waits for them is cancelled."""
         if self._readers is not None:
-            self._readers.close()
-        self._executor.shutdown(wait=False, cancel_futures=True)
+            await self._readers.close()
+        for runner in self._runners:
+            runner.cancel()
+        await asyncio.gather(*self._runners, return_exceptions=True)
+        while not self._queue.empty():
+            self._queue.get_nowait().answer.cancel()
 
     async def _checked(self, function: Callable[..., T | Refused], *arguments: object) -> T:
-        result = await self._run(function, *arguments)
-        if isinstance(result, Refused):
-            raise result.problem()
-        return result
+        body = await self._run(frame_call(function, *arguments))
+        if len(body) > _LARGE_BYTES:
+            return await asyncio.to_thread(lambda: read_answer(function, body))
+        return read_answer(function, body)
 
-    async def _run(self, function: Callable[..., T], *arguments: object) -> T:
+    async def _run(self, call: bytes) -> bytes:
+        if not self._runners:
+            self._runners = [asyncio.create_task(self._run_process()) for _ in range(self._num_processes)]
+        work = _Work(call, asyncio.get_running_loop().create_future())
+        self._queue.put_nowait(work)
+        # Who goes away does not interrupt the exchange with the process; the answer is then dropped.
+        return await work.answer
+
+    async def _run_process(self) -> None:
+        """One process after the other, for as long as the server runs."""
+        process: PlanningProcess | None = None
+        work: _Work | None = None
+        try:
+            while True:
+                if process is None:
+                    process = await self._try_start()
+                work = await self._queue.get()
+                if not work.answer.done():
+                    process = await self._carry_out(work, process)
+        finally:
+            if work is not None:
+                work.answer.cancel()
+            if process is not None:
+                await process.close()
+
+    async def _carry_out(self, work: _Work, process: PlanningProcess | None) -> PlanningProcess | None:
+        """Set the answer of `work`; returns the process that is there for the next one."""
+        if process is not None and process.has_ended:
+            await self._bury(process, "it ended while idle", attempt=0)
+            process = None
         for attempt in range(1, _ATTEMPTS + 1):
-            executor = self._executor
+            process = process or await self._try_start()
+            if process is None:
+                continue
             try:
-                return await asyncio.wrap_future(executor.submit(function, *arguments))
-            except BrokenProcessPool:
-                self._replace(executor)
-                structlog.get_logger("bucketplan_server").warning("planner.died", attempt=attempt)
-        raise Problem(
+                body = await process.exchange(work.call)
+            except (EOFError, OSError) as error:
+                await self._bury(process, str(error) or type(error).__name__, attempt=attempt)
+                process = None
+            except asyncio.CancelledError:
+                await process.close()
+                raise
+            else:
+                if not work.answer.done():
+                    work.answer.set_result(body)
+                return process
+        if not work.answer.done():
+            work.answer.set_exception(self._died_twice())
+        return None
+
+    async def _try_start(self) -> PlanningProcess | None:
+        try:
+            return await PlanningProcess.start(self._limits)
+        except OSError as error:
+            self._num_crashes += 1
+            self._log.error("planner.not_started", error=str(error))
+            return None
+
+    async def _bury(self, process: PlanningProcess, reason: str, *, attempt: int) -> None:
+        self._num_crashes += 1
+        status = await process.close()
+        self._log.warning("planner.died", attempt=attempt, reason=reason, status=status)
+
+    def _died_twice(self) -> Problem:
+        return Problem(
             "planner-failed",
             "the planning process died twice on this request; nothing was stored. Repeat the call; if it fails "
             "again, the server's log says why",
-            headers={"Retry-After": self._retry_after},
-        )
-
-    def _replace(self, broken: ProcessPoolExecutor) -> None:
-        # Every piece of work of the broken pool comes here; the first one replaces it.
-        if self._executor is broken:
-            self.crashes += 1
-            self._executor = self._start()
-            broken.shutdown(wait=False, cancel_futures=True)
-
-    def _start(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(
-            max_workers=self._processes,
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=worker.initialize,
-            initargs=self._limits,
+            headers={"Retry-After": str(self._retry_after_seconds)},
         )

@@ -8,10 +8,8 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import parent_process
 from types import FrameType
 from typing import TypeVar
 
@@ -30,19 +28,20 @@ from bucketplan_server.planner.revise import make_revision, replay
 from bucketplan_server.problems import Refused, refuse
 
 __all__ = [
+    "TOO_MUCH_MEMORY",
     "canonicalize",
     "diff_plans",
     "explain_plan",
+    "guarded",
     "initialize",
     "plan",
-    "read",
     "replay_revision",
     "revise",
     "warm_up",
 ]
 
 T = TypeVar("T")
-_TOO_MUCH_MEMORY = Refused("cannot-plan", "the body needs more memory than one planning process may use")
+TOO_MUCH_MEMORY = Refused("cannot-plan", "the body needs more memory than one planning process may use")
 
 
 class _TimeIsUp(BaseException):
@@ -50,14 +49,11 @@ class _TimeIsUp(BaseException):
 
 
 def initialize(memory_bytes: int, timeout_seconds: float) -> None:
-    """Set the limits of this process; it ends with the server, however that ends."""
+    """Set the limits of this process."""
     global _timeout_seconds
     _timeout_seconds = timeout_seconds
-    # The terminal's interrupt goes to the whole group; the server decides when its planners end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, _raise_time_is_up)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
 
 
 def warm_up() -> int:
@@ -67,61 +63,6 @@ def warm_up() -> int:
 
 def plan(job: PlanJob) -> Planned | Refused:
     """The plan of a request, checked as it will be checked when read; or why there is none."""
-    return _guarded(lambda: _plan(job))
-
-
-def revise(job: RevisionJob) -> Revised | Refused:
-    """Another plan of a stored signature, or why there is none."""
-    return _guarded(lambda: make_revision(job))
-
-
-def replay_revision(job: RevisionJob, stored: bytes) -> str | None | Refused:
-    """What an audit finds wrong with a stored plan, see `revise.replay`."""
-    return _guarded(lambda: replay(job, stored))
-
-
-def explain_plan(stored: Stored) -> dict[str, WireValue] | Refused:
-    """Why a plan is as it is: `bucketplan_core.explain` of a stored revision."""
-
-    def work() -> dict[str, WireValue]:
-        request = Request.decode(stored.request)
-        found = Plan.decode(stored.plan)
-        budget = found.assessment.get("memory_budget_bytes")
-        return explain(
-            request,
-            CostProfile.decode(stored.profile, request),
-            found.decision,
-            memory_budget_bytes=budget if type(budget) is int else None,
-        )
-
-    return _guarded(work)
-
-
-def diff_plans(a: Stored, b: Stored) -> dict[str, WireValue] | Refused:
-    """How two stored revisions differ, in what was asked and in what was decided."""
-
-    def work() -> dict[str, WireValue]:
-        requests = [Request.decode(side.request) for side in (a, b)]
-        decisions = [Plan.decode(side.plan).decision for side in (a, b)]
-        return {
-            "decision": diff_decisions(requests[0], decisions[0], requests[1], decisions[1]).to_wire(),
-            "request": diff_requests(requests[0], requests[1]).to_wire(),
-        }
-
-    return _guarded(work)
-
-
-def read(function: Callable[..., T], *arguments: object) -> T | Refused:
-    """What `function` of another module makes of stored documents, within the limits of this process."""
-    return _guarded(lambda: function(*arguments))
-
-
-def canonicalize(body: bytes) -> Canonical | Refused:
-    """The canonical form of a JSON body ``{"profile", "request", "signature"}``."""
-    return _guarded(lambda: _canonicalize(body))
-
-
-def _plan(job: PlanJob) -> Planned | Refused:
     request = _decode("request", lambda: Request.decode(job.request))
     if isinstance(request, Refused):
         return request
@@ -151,7 +92,41 @@ def _plan(job: PlanJob) -> Planned | Refused:
     )
 
 
-def _canonicalize(body: bytes) -> Canonical | Refused:
+def revise(job: RevisionJob) -> Revised:
+    """Another plan of a stored signature; raises core's errors."""
+    return make_revision(job)
+
+
+def replay_revision(job: RevisionJob, stored: bytes) -> str | None:
+    """What an audit finds wrong with a stored plan, see `revise.replay`."""
+    return replay(job, stored)
+
+
+def explain_plan(stored: Stored) -> dict[str, WireValue]:
+    """Why a plan is as it is: `bucketplan_core.explain` of a stored revision."""
+    request = Request.decode(stored.request)
+    found = Plan.decode(stored.plan)
+    budget = found.assessment.get("memory_budget_bytes")
+    return explain(
+        request,
+        CostProfile.decode(stored.profile, request),
+        found.decision,
+        memory_budget_bytes=budget if type(budget) is int else None,
+    )
+
+
+def diff_plans(a: Stored, b: Stored) -> dict[str, WireValue]:
+    """How two stored revisions differ, in what was asked and in what was decided."""
+    requests = [Request.decode(side.request) for side in (a, b)]
+    decisions = [Plan.decode(side.plan).decision for side in (a, b)]
+    return {
+        "decision": diff_decisions(requests[0], decisions[0], requests[1], decisions[1]).to_wire(),
+        "request": diff_requests(requests[0], requests[1]).to_wire(),
+    }
+
+
+def canonicalize(body: bytes) -> Canonical | Refused:
+    """The canonical form of a JSON body ``{"profile", "request", "signature"}``."""
     fields = Fields(from_json(body), "body")
     claimed = fields.digest("signature")
     tree = fields.raw("request")
@@ -171,14 +146,15 @@ def _decode(document: str, read: Callable[[], T]) -> T | Refused:
         return refuse(error, document=document)
 
 
-def _guarded(work: Callable[[], T | Refused]) -> T | Refused:
+def guarded(work: Callable[[], T | Refused]) -> T | Refused:
+    """What `work` returns within the limits of this process, or what is wrong with the request it is about."""
     try:
         with _time_limit():
             return work()
     except BucketplanError as error:
         return refuse(error, document="body")
     except MemoryError:
-        return _TOO_MUCH_MEMORY
+        return TOO_MUCH_MEMORY
     except _TimeIsUp:
         return Refused(
             "cannot-plan", f"planning was given up after {_timeout_seconds:g} s (BUCKETPLAN_PLANNER_TIMEOUT_SECONDS)"
@@ -199,11 +175,3 @@ def _time_limit() -> Iterator[None]:
 
 def _raise_time_is_up(_signal: int, _frame: FrameType | None) -> None:
     raise _TimeIsUp
-
-
-def _end_with_parent() -> None:
-    parent = parent_process()
-    if parent is not None:
-        # A server that was killed cannot say goodbye, and its pipes stay open in its planners.
-        parent.join()
-        os._exit(1)
