@@ -24,13 +24,17 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One revision with its ASGI messages: `plain`, `gzipped` (None where not worth it) and `not_modified`."""
+    """One revision with its ASGI messages: `plain`, `gzipped` (None where not worth it) and two that hold no body.
+
+    A 304 carries the tag of the answer that it stands for: `not_modified` of `plain`, `not_modified_weak` of others.
+    """
 
     row: PlanRow
     etag: bytes
     plain: tuple[Message, Message]
     gzipped: tuple[Message, Message] | None
     not_modified: tuple[Message, Message]
+    not_modified_weak: tuple[Message, Message]
 
     @property
     def size_bytes(self) -> int:
@@ -86,10 +90,15 @@ def _serve(row: PlanRow) -> Served:
         etag=f'"{row.digest}"'.encode(),
         plain=plain,
         gzipped=gzipped,
-        not_modified=(
-            {"type": "http.response.start", "status": 304, "headers": plan_headers(row, weak=False)},
-            {"type": "http.response.body", "body": b""},
-        ),
+        not_modified=_not_modified(row, weak=False),
+        not_modified_weak=_not_modified(row, weak=True),
+    )
+
+
+def _not_modified(row: PlanRow, *, weak: bool) -> tuple[Message, Message]:
+    return (
+        {"type": "http.response.start", "status": 304, "headers": plan_headers(row, weak=weak)},
+        {"type": "http.response.body", "body": b""},
     )
 
 

@@ -74,16 +74,34 @@ class TestReading:
         assert answer.headers["bucketplan-revision"] == "1"
         assert {part.strip() for part in answer.headers["vary"].split(",")} >= {"Accept", "Bucketplan-Epoch"}
 
-    @pytest.mark.parametrize("accept", ["application/msgpack", "application/json", "*/*"])
-    @pytest.mark.parametrize("form", ["{tag}", "W/{tag}", '"other", {tag}'])
-    def test_a_caller_that_has_the_plan_gets_304(self, client, known, accept, form):
+    @pytest.mark.parametrize("accept", ["application/msgpack", "application/msgpack;q=0.9", "application/json", "*/*"])
+    @pytest.mark.parametrize("coding", ["identity", "gzip", "gzip;q=0.5"])
+    @pytest.mark.parametrize("address", ["", "/revisions/1"])
+    def test_a_caller_that_has_the_plan_gets_304_with_the_tag_of_its_200(self, client, accept, coding, address):
+        request = small_request(12, num_candidates=400)
+        tag = client.post("/v1/plans", content=plan_body(request), headers=MSGPACK).headers["etag"].removeprefix("W/")
+        path = f"/v1/plans/{request.signature}{address}"
+        headers = {"Accept": accept, "Accept-Encoding": coding}
+        full = client.get(path, headers=headers)
+        assert full.status_code == 200
+        for known in (tag, f"W/{tag}", f'"other", {tag}', "*"):
+            answer = client.get(path, headers={**headers, "If-None-Match": known})
+            assert (answer.status_code, answer.content) == (304, b"")
+            for name in ("etag", "cache-control", "vary", "bucketplan-revision"):
+                assert answer.headers[name] == full.headers[name], name
+        for unknown in ('"*"', "other", "**"):
+            assert client.get(path, headers={**headers, "If-None-Match": unknown}).status_code == 200
+
+    def test_lines_of_if_none_match_are_one_list(self, client, known):
         tag = known.headers["etag"]
-        answer = client.get(
-            f"/v1/plans/{small_request(10).signature}",
-            headers={"Accept": accept, "If-None-Match": form.format(tag=tag)},
-        )
-        assert (answer.status_code, answer.content) == (304, b"")
-        assert answer.headers["etag"] == tag
+        for accept in ("application/msgpack", "application/json"):
+            lines = [("Accept", accept), ("If-None-Match", tag), ("If-None-Match", '"other"')]
+            assert client.get(f"/v1/plans/{small_request(10).signature}", headers=lines).status_code == 304
+
+    def test_no_plan_is_no_304(self, client):
+        for headers in (MSGPACK, {}):
+            answer = client.get(f"/v1/plans/{'0' * 64}", headers={**headers, "If-None-Match": "*"})
+            assert answer.status_code == 404
 
     def test_another_tag_gets_the_plan(self, client, known):
         headers = MSGPACK | {"If-None-Match": f'"{"0" * 64}"'}

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from bucketplan_core.plan import Plan
 from bucketplan_core.wire import WireValue, pack, to_json
-from bucketplan_server.http.negotiation import JSON_TYPE, MSGPACK_TYPE, Encoding, accepts_gzip, preferred
+from bucketplan_server.http.negotiation import JSON_TYPE, MSGPACK_TYPE, Encoding, accepts_gzip, names_tag, preferred
 from bucketplan_server.memory import Served, plan_headers
 from bucketplan_server.problems import Problem
 
@@ -42,16 +42,17 @@ def answer(
 
 
 def plan_answer(request: Request, served: Served, encoding: Encoding, *, status: int = 200) -> Response:
-    """One plan as stored bytes or as a readable tree; 304 for a caller that has it."""
-    if request.method in ("GET", "HEAD") and served.etag.decode() in request.headers.get("if-none-match", ""):
-        return _raw(served.not_modified, 304)
+    """One plan as stored bytes or as a readable tree; 304 for a caller that has it, with the tag of what it has."""
+    packed = served.gzipped if accepts_gzip(request.headers.get("accept-encoding")) else None
+    if request.method in ("GET", "HEAD") and names_tag(request.headers.getlist("if-none-match"), served.row.digest):
+        is_weak = encoding == "json" or packed is not None
+        return _raw(served.not_modified_weak if is_weak else served.not_modified, 304)
     if encoding == "json":
         tree = Plan.decode(served.row.plan).to_people()
         response = Response(to_json(tree, indent=1), status_code=status, media_type=JSON_TYPE)
         response.raw_headers.extend(plan_headers(served.row, weak=True))
         return response
-    gzipped = served.gzipped is not None and accepts_gzip(request.headers.get("accept-encoding"))
-    return _raw(served.gzipped if gzipped and served.gzipped is not None else served.plain, status)
+    return _raw(packed or served.plain, status)
 
 
 def problem_answer(problem: Problem, accept: str | None, *, content_type: str | None = None) -> Response:

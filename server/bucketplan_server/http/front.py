@@ -86,7 +86,7 @@ class Front:
                     return None
                 gzip = b"gzip" in value
             elif name == b"if-none-match":
-                known = value
+                known = known + b", " + value if known else value
             elif name == b"bucketplan-epoch":
                 epoch_id = value
             elif name == b"authorization":
@@ -111,11 +111,10 @@ class Front:
                 if fixed is None:
                     return None
                 served = fixed.active
-        if known and served.etag in known:
-            return served.not_modified
+        is_known = known and (served.etag in known or known == b"*")
         if gzip and served.gzipped is not None:
-            return served.gzipped
-        return served.plain
+            return served.not_modified_weak if is_known else served.gzipped
+        return served.not_modified if is_known else served.plain
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from bucketplan_server.problems import Problem
 
-__all__ = ["JSON_TYPE", "MSGPACK_TYPE", "Encoding", "accepts_gzip", "body_encoding", "preferred"]
+__all__ = ["JSON_TYPE", "MSGPACK_TYPE", "Encoding", "accepts_gzip", "body_encoding", "names_tag", "preferred"]
 
 Encoding = Literal["json", "msgpack"]
 MSGPACK_TYPE = "application/msgpack"
@@ -83,3 +83,8 @@ def _weighted(header: str) -> list[tuple[str, float]]:
         if name:
             entries.append((name, quality))
     return entries
+
+
+def names_tag(if_none_match: Sequence[str], tag: str) -> bool:
+    """Whether the lines of `If-None-Match` name `tag`, weak or not, or ``*`` (RFC 9110, section 13.1.2)."""
+    return any(line.strip() == "*" or f'"{tag}"' in line for line in if_none_match)

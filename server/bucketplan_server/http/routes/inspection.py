@@ -12,7 +12,7 @@ from bucketplan_core.plan import Plan
 from bucketplan_server.access import needs
 from bucketplan_server.http.answers import answer, wanted_encoding
 from bucketplan_server.http.describe import DIGEST, both, obj, problems
-from bucketplan_server.http.negotiation import MSGPACK_TYPE
+from bucketplan_server.http.negotiation import MSGPACK_TYPE, names_tag
 from bucketplan_server.http.routes.audit import Revision
 from bucketplan_server.http.routes.plans import Signature
 from bucketplan_server.http.state import State
@@ -74,7 +74,7 @@ async def get_decision(
         "ETag": f'"{digest}"' if encoding == "msgpack" else f'W/"{digest}"',
         "Vary": "Accept",
     }
-    if f'"{digest}"' in request.headers.get("if-none-match", ""):
+    if names_tag(request.headers.getlist("if-none-match"), digest):
         return Response(status_code=304, headers=headers)
     decision = Plan.decode(row.plan).decision
     if encoding == "json":
