@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install test lint format demo bench soak constraints clean
+.PHONY: help install test lint format demo bench soak screenshots constraints clean
 
 # The torch build that constraints.txt pins is chosen by Python version, so the interpreter is asked, not trusted.
 PYTHON ?= $(shell for python in python3.11 python3; do \
@@ -51,6 +51,9 @@ bench: $(STAMP)  ## run tests/benchmarks; figures go to build/bench/NAME.json
 
 soak: $(STAMP)  ## the tests marked soak at their full counts; SEED_START=N resumes
 	BUCKETPLAN_SOAK=1 $(BIN)/python -m pytest -m soak -s --timeout=0 $(PYTEST_ARGS)
+
+screenshots: $(STAMP)  ## take the READMEs' pictures again, in server/docs (needs chromium)
+	$(BIN)/python -m tests.support.screenshots
 
 # Needed after a change of dependencies; torch without its local label, which names a build and not a version.
 constraints: $(STAMP)  ## pin in constraints.txt what .venv now holds

@@ -25,14 +25,17 @@ Caller = Annotated[Principal, Depends(principal_of)]
 """A route's parameter for who calls it."""
 
 
-def needs(role: Role) -> Any:
-    """A dependency for `dependencies=[needs("auditor")]`; raises ``unauthorized`` or ``forbidden``."""
+def needs(role: Role, *, only_reads: bool = False) -> Any:
+    """A dependency for `dependencies=[needs("auditor")]`; raises ``unauthorized`` or ``forbidden``.
+
+    `only_reads` says of a post that it changes nothing that is stored.
+    """
 
     async def check(request: Request) -> None:
         principal = principal_of(request)
         if principal.role is None:
             raise unauthorized("this call needs a token", presented=False)
-        changes = request.method not in _SAFE_METHODS
+        changes = request.method not in _SAFE_METHODS and not only_reads
         if not principal.has(role, changes=changes):
             raise Problem(
                 "forbidden",

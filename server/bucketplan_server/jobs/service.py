@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import islice
 
 import structlog
 
@@ -20,7 +22,7 @@ from bucketplan_core.presets import GroupShape, resolve_measured
 from bucketplan_core.request import Request
 from bucketplan_core.wire import WireValue, unpack
 from bucketplan_server.access.principal import bare_job
-from bucketplan_server.jobs.status import attempt_status
+from bucketplan_server.jobs.status import Difference, attempt_status
 from bucketplan_server.metrics import Metrics
 from bucketplan_server.problems import Problem, refuse
 from bucketplan_server.service import PlanService
@@ -46,6 +48,7 @@ __all__ = ["JobService", "Opened"]
 
 _KEPT_DIGESTS = 100_000
 _KEPT_STATES = 64
+_MOST_COMPARED = 32
 _NS = 1_000_000_000
 _DAY_NS = 86_400 * _NS
 _PRUNE_EVERY_SECONDS = 3_600
@@ -217,7 +220,7 @@ class JobService:
         try:
             reports = await self._reports(attempt)
             request = AttemptRequest.read(Fields(unpack(attempt.request), "body"))
-            differences = await self._differences(reports)
+            difference = await self._difference(reports)
         except StoreError as error:
             raise self._plans.store_unavailable(error) from None
         state = await asyncio.to_thread(
@@ -227,7 +230,7 @@ class JobService:
                 opened_ns=attempt.opened_ns,
                 now_ns=time.time_ns(),
                 stall_ns=self._stall_ns,
-                difference=lambda left, right: differences.get((left, right)),
+                difference=difference,
             )
         )
         return {
@@ -256,29 +259,29 @@ class JobService:
             del self._states[next(iter(self._states))]
         return reports
 
-    async def _differences(self, reports: Sequence[RankReport]) -> dict[tuple[str, str], Mapping[str, WireValue]]:
-        """First differing fields of the pairs of signatures that stand under one name (slot and ordinal)."""
-        slots: dict[tuple[str, int], list[str]] = {}
+    async def _difference(self, reports: Sequence[RankReport]) -> Difference:
+        """Names the first differing field of two signatures that stand under one name (slot and ordinal).
+
+        Of each name the `_MOST_COMPARED` signatures that came first are known, so that a job cannot ask for more work.
+        """
+        slots: dict[tuple[str, int], dict[str, None]] = {}
         for report in reports:
-            found = slots.setdefault((report.slot, report.ordinal), [])
-            if report.signature is not None and report.signature not in found:
-                found.append(report.signature)
-        pairs = {
-            (left, right) for found in slots.values() for left in found[:4] for right in found[:4] if left != right
-        }
-        requests = await load_requests(self._store, {signature for pair in pairs for signature in pair})
+            if report.signature is not None:
+                slots.setdefault((report.slot, report.ordinal), {})[report.signature] = None
+        wanted = {name for found in slots.values() if len(found) > 1 for name in islice(found, _MOST_COMPARED)}
+        encoded = await load_requests(self._store, wanted) if wanted else {}
 
-        def compare() -> dict[tuple[str, str], Mapping[str, WireValue]]:
-            decoded = {signature: Request.decode(data) for signature, data in requests.items()}
-            compared: dict[tuple[str, str], Mapping[str, WireValue]] = {}
-            for left, right in pairs:
-                if left in decoded and right in decoded:
-                    found = first_difference(decoded[left], decoded[right])
-                    if found is not None:
-                        compared[left, right] = found.to_wire()
-            return compared
+        @cache
+        def decoded(signature: str) -> Request | None:
+            return Request.decode(encoded[signature]) if signature in encoded else None
 
-        return await asyncio.to_thread(compare) if requests else {}
+        @cache
+        def difference(left: str, right: str) -> Mapping[str, WireValue] | None:
+            one, other = decoded(left), decoded(right)
+            found = None if one is None or other is None else first_difference(one, other)
+            return None if found is None else found.to_wire()
+
+        return difference
 
     async def _flush(self, key: tuple[str, int, Cause]) -> None:
         # While one transaction is written, the reports that arrive meanwhile gather for the next.

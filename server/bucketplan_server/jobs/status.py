@@ -13,7 +13,7 @@ from bucketplan_core.attempt import OPEN_SLOT, Participants, RankReport
 from bucketplan_core.errors import describe_ranks
 from bucketplan_core.wire import WireValue
 
-__all__ = ["attempt_status", "signatures_of"]
+__all__ = ["Difference", "attempt_status", "signatures_of"]
 
 _SHOWN_HEX = 12
 _FEW_RANKS = 8
@@ -145,12 +145,13 @@ def _slot_status(
     compared = {digest if digest is not None else f"signature {signature}" for digest, signature in holders}
     found = list(holders.values())
     odd_lists = {ranks: held for ranks, held in lists.items() if ranks != members}
+    largest: str | None = None
+    by_signature: Mapping[str | None, Mapping[str, WireValue] | None] = {}
     first: Mapping[str, WireValue] | None = None
     if len(compared) > 1:
         state, summary = "diverged", _sentence([(holder.name, holder.ranks) for holder in found])
-        names = [holder.signature for holder in found if holder.signature is not None]
-        if len(names) > 1 and names[0] != names[1]:
-            first = difference(names[0], names[1])
+        largest, by_signature = _by_signature(found, difference)
+        first = next(filter(None, by_signature.values()), None)
     elif odd_lists:
         named = [("members " + ", ".join(map(str, ranks)), held) for ranks, held in lists.items()]
         state, summary = "diverged", _sentence(named)
@@ -163,13 +164,36 @@ def _slot_status(
         state, summary = "agreed", f"{describe_ranks(sorted(reported))} hold {found[0].name}"
     return {
         "difference": None if first is None else dict(first),
-        "holders": [{"digest": h.digest, "ranks": h.ranks, "signature": h.signature} for h in found],
+        "holders": [
+            {
+                "difference": by_signature.get(h.signature),
+                "digest": h.digest,
+                "ranks": h.ranks,
+                "signature": h.signature,
+            }
+            for h in found
+        ],
+        "largest": largest,
         "ordinal": ordinal,
         "silent": silent,
         "slot": slot,
         "state": state,
         "summary": summary,
     }
+
+
+def _by_signature(
+    holders: Sequence[_Holders], difference: Difference
+) -> tuple[str | None, dict[str | None, Mapping[str, WireValue] | None]]:
+    """The signature that most ranks hold, and of every other one the first field in which it differs from that."""
+    sizes: dict[str, int] = {}
+    for holder in holders:
+        if holder.signature is not None:
+            sizes[holder.signature] = sizes.get(holder.signature, 0) + len(holder.ranks)
+    if not sizes:
+        return None, {}
+    largest = max(sizes, key=sizes.__getitem__)
+    return largest, {signature: difference(largest, signature) for signature in sizes if signature != largest}
 
 
 def _sentence(holders: Sequence[tuple[str, Sequence[int]]]) -> str:

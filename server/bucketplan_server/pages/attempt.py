@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -22,7 +23,7 @@ __all__ = ["router"]
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False, dependencies=[needs("auditor")])
 Job = Annotated[str, Path(pattern=JOB_PATTERN)]
-_PAGE = 50
+_PAGE = 20
 _Status = Mapping[str, Any]
 _MOST_CHANGES = 100
 
@@ -35,11 +36,15 @@ async def job(request: Request, state: State, caller: Caller, job: Job) -> Respo
     return page(
         request,
         "job.html",
-        attempts=shown,
+        attempts=await asyncio.gather(*(_with_state(state, one) for one in shown)),
         before=before,
         following=shown[-1].attempt if len(found) > _PAGE else None,
         job=job,
     )
+
+
+async def _with_state(state: AppState, one: Attempt) -> tuple[Attempt, str, str]:
+    return one, *overall_state(await state.jobs.status(one))
 
 
 @router.get("/jobs/{job}/attempts/{number}")

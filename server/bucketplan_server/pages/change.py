@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter
@@ -61,16 +62,16 @@ async def replan(request: Request, state: State, caller: Caller, signature: Sign
     if form.get("confirm") != "yes":
         _may_activate(caller, job)
         effective, stored, digest = await state.revisions.preview(signature, options)
-        current = await state.revisions.served(signature, None)
+        current = await _current(state, caller, signature, job)
         return page(
             request,
             "confirm.html",
-            active=current.row.revision,
             action="replan",
+            current=current,
             digest=digest,
             effective=effective.to_wire(),
             form={name: value for name, value in form.items() if name not in ("confirm", "reason", "job")},
-            found=await _compared(state, await state.revisions.stored(signature, None), stored),
+            found=await _compared(state, await state.revisions.stored(signature, current.revision), stored),
             job=job,
             most=_CHANGES,
             reason=reason,
@@ -78,9 +79,9 @@ async def replan(request: Request, state: State, caller: Caller, signature: Sign
             target=None,
         )
     _may_activate(caller, job)
-    expected = whole_number(form.get("expected", ""), "expected", low=1)
-    cause = cause_of(request, reason)
-    number = await state.revisions.replan(signature, options, parent=expected or 1, cause=cause)
+    expected = whole_number(form.get("expected", ""), "expected")
+    parent = whole_number(form.get("parent", ""), "parent", low=1) or 1
+    number = await state.revisions.replan(signature, options, parent=parent, cause=cause_of(request, reason))
     made = await state.revisions.served(signature, number)
     if made.row.digest != form.get("digest"):
         raise Problem("conflict", f"revision {number} is not the plan that was shown; it is stored and not active")
@@ -100,13 +101,13 @@ async def activate(request: Request, state: State, caller: Caller, signature: Si
     _may_activate(caller, job)
     if form.get("confirm") != "yes":
         wanted = await state.revisions.served(signature, target)
-        current = await state.revisions.served(signature, None)
-        sides = [await state.revisions.stored(signature, None), await state.revisions.stored(signature, target)]
+        current = await _current(state, caller, signature, job)
+        sides = [await state.revisions.stored(signature, number) for number in (current.revision, target)]
         return page(
             request,
             "confirm.html",
-            active=current.row.revision,
             action="activate",
+            current=current,
             digest=wanted.row.digest,
             effective=None,
             form={"revision": str(target)},
@@ -117,9 +118,24 @@ async def activate(request: Request, state: State, caller: Caller, signature: Si
             signature=signature,
             target=target,
         )
-    expected = whole_number(form.get("expected", ""), "expected", low=1)
+    expected = whole_number(form.get("expected", ""), "expected")
     await _activate(state, caller, signature, target, job=job, expected=expected, request=request, reason=reason)
     return see_other(f"/plans/{signature}?done=activated")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Current:
+    """The revision that is served before a change; `expected` is 0 for a job that has none of its own."""
+
+    revision: int
+    expected: int
+
+
+async def _current(state: AppState, caller: Principal, signature: str, job: str) -> _Current:
+    stored_job = caller.job(job) if job else ""
+    serving = {name: row.revision for row in await state.revisions.revisions(signature) for name in row.active_for}
+    everyone = serving.get("", 1)
+    return _Current(revision=serving.get(stored_job, everyone), expected=serving.get(stored_job, 0))
 
 
 def _may_activate(caller: Principal, job: str) -> None:
@@ -140,11 +156,7 @@ async def _activate(
     request: Request,
     reason: str,
 ) -> None:
-    stored_job = caller.job(job) if job else ""
-    if job:
-        # What was shown is the plan for everyone; a job's own pointer is another one.
-        expected = None
-    wanted = Activation(revision=revision, job=stored_job, expected=expected)
+    wanted = Activation(revision=revision, job=caller.job(job) if job else "", expected=expected)
     await state.revisions.activate(signature, wanted, cause_of(request, reason))
 
 

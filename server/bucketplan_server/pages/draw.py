@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bucketplan_server.pages.curve import Curve
 from bucketplan_server.pages.figures import PlanView
 from bucketplan_server.pages.timeline import WIDTH, Layer, Timeline
 
-__all__ = ["Chart", "Drawing", "chart_of_memory", "drawing_of"]
+__all__ = ["Bars", "Chart", "Drawing", "chart_of_memory", "chart_of_sizes", "drawing_of"]
 
 _ROW = 34
 _BAR = 22
 _TOP = 8
 _TICKS = 6
 _MEMORY_HEIGHT = 200
+_MOST_BARS = 240
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,17 @@ class Chart:
     budget_y: float | None
     ticks: tuple[tuple[float, int], ...]
     rows: tuple[tuple[int, int, int], ...]
+    height: int = _MEMORY_HEIGHT
+    width: int = WIDTH
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """Bars as (x, y, width, title); each stands for `joined` buckets, and `ticks` are (y, bytes)."""
+
+    bars: tuple[tuple[float, float, float, str], ...]
+    ticks: tuple[tuple[float, int], ...]
+    joined: int
     height: int = _MEMORY_HEIGHT
     width: int = WIDTH
 
@@ -108,5 +121,26 @@ def chart_of_memory(view: PlanView) -> Chart | None:
     )
 
 
+def chart_of_sizes(sizes: Sequence[int]) -> Bars:
+    """Bars of the largest bucket in each run of equally many, at most `_MOST_BARS`."""
+    joined = max(1, -(-len(sizes) // _MOST_BARS))
+    runs = [sizes[first : first + joined] for first in range(0, len(sizes), joined)]
+    top = max(sizes, default=1) or 1
+    step = WIDTH / max(1, len(runs))
+    bars = []
+    for number, run in enumerate(runs):
+        first = number * joined + 1
+        named = f"bucket {first}" if len(run) == 1 else f"buckets {first} to {first + len(run) - 1}"
+        y = _MEMORY_HEIGHT * (1 - max(run) / top)
+        bars.append((number * step, y, max(step * 0.85, 1.0), f"{named} in launch order: {max(run)} bytes at most"))
+    ticks = tuple((_MEMORY_HEIGHT * (1 - n / 4), top * n // 4) for n in range(5))
+    return Bars(tuple(bars), ticks, joined)
+
+
 def _path(layer: Layer, y: int) -> str:
-    return "".join(f"M{x:.1f} {y}h{width:.1f}v{_BAR}h-{width:.1f}z" for x, width in layer.path)
+    # Waiting hangs from the top of its row and work stands on its bottom, as the boxes with titles do.
+    hangs = layer.category in ("wait", "exposed")
+    return "".join(
+        f"M{x:.1f} {y if hangs else y + _BAR * (1 - share):.1f}h{width:.1f}v{_BAR * share:.1f}h-{width:.1f}z"
+        for x, width, share in layer.path
+    )

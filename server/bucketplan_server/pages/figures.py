@@ -73,6 +73,9 @@ class PlanView:
     num_buckets: int
     skipped: tuple[tuple[str, int], ...]
     num_fixed: int
+    sizes: tuple[int, ...]
+    """Bytes of each bucket, in launch order."""
+    exposed_before_ns: int | None
     before: Timeline | None
     after: Timeline | None
     memory_before: Curve | None
@@ -110,12 +113,13 @@ def view_plan(stored: Stored, query: PlanQuery) -> PlanView:
     except PlanningError as error:
         found = None
         unsimulated: str | None = str(error)
-        before = after = memory_before = memory_after = None
+        before = after = memory_before = memory_after = exposed_before = None
     else:
         unsimulated = None
         found = simulate(cost, decision, trace=True)
         plain = _as_traced(request, profile)
         traced = simulate(cost, plain, trace=True)
+        exposed_before = traced.exposed_ns
         scale = max(found.step_ns, traced.step_ns, 1)
         before = draw_timeline(cost, plain, traced, scale_ns=scale)
         after = draw_timeline(cost, decision, found, scale_ns=scale)
@@ -134,6 +138,8 @@ def view_plan(stored: Stored, query: PlanQuery) -> PlanView:
         num_buckets=len(decision.buckets),
         skipped=tuple(reasons.most_common(_MOST_REASONS)),
         num_fixed=len(request.fixed),
+        sizes=tuple(_full_bytes(request, decision, index) for index in _launch_order(decision)),
+        exposed_before_ns=exposed_before,
         before=before,
         after=after,
         memory_before=memory_before,
@@ -199,8 +205,12 @@ def _ordered(request: Request, decision: Decision, found: Simulation | None, que
     if query.order == "exposed" and found is not None:
         order.sort(key=lambda index: -found.buckets[index].exposed_ns)
     elif query.order == "bytes":
-        order.sort(key=lambda index: -sum(request.full_bytes[m] for m in decision.buckets[index].members))
+        order.sort(key=lambda index: -_full_bytes(request, decision, index))
     return order
+
+
+def _full_bytes(request: Request, decision: Decision, index: int) -> int:
+    return sum(request.full_bytes[m] for m in decision.buckets[index].members)
 
 
 def _launch_order(decision: Decision) -> list[int]:
@@ -238,7 +248,7 @@ def _rows(
                 dtype=lane.wire_dtype,
                 names=tuple(_name(request.candidates[m], m) for m in members[:_NAMES_IN_A_ROW]),
                 num_members=len(bucket.members),
-                full_bytes=sum(request.full_bytes[m] for m in bucket.members),
+                full_bytes=_full_bytes(request, decision, index),
                 launch=launches[index],
                 wait=waits[index],
                 why=why.get(index),

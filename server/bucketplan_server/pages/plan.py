@@ -15,7 +15,7 @@ from bucketplan_core.wire import unpack
 from bucketplan_server.access import Caller, Principal, needs
 from bucketplan_server.http.answers import answer
 from bucketplan_server.http.state import AppState, State
-from bucketplan_server.pages.draw import chart_of_memory, drawing_of
+from bucketplan_server.pages.draw import chart_of_memory, chart_of_sizes, drawing_of
 from bucketplan_server.pages.figures import ORDERS, PlanQuery, view_bucket, view_plan
 from bucketplan_server.pages.render import page
 from bucketplan_server.pages.routing import PageRoute, whole_number
@@ -83,6 +83,7 @@ async def plan(request: Request, state: State, caller: Caller, signature: Signat
         revision=next(entry for entry in revisions if entry["row"].revision == shown),
         revisions=revisions,
         signature=signature,
+        sizes=chart_of_sizes(view.sizes),
         view=view,
     )
 
@@ -92,9 +93,11 @@ async def pictures(request: Request, state: State, signature: Signature) -> Resp
     """What is drawn on the page of the plan, as data: boxes in units of the drawing, slices and curves in ns, bytes."""
     stored = await state.revisions.stored(signature, revision_of(request))
     view = await state.pool.read(view_plan, stored, PlanQuery(size=0))
-    names = ("before", "after", "memory_before", "memory_after")
+    names = ("before", "after", "memory_before", "memory_after", "sizes")
     drawn = {name: getattr(view, name) for name in names}
-    return answer({name: None if value is None else _whole(asdict(value)) for name, value in drawn.items()}, "json")
+    return answer(
+        {name: _whole(value if isinstance(value, tuple) else asdict(value)) for name, value in drawn.items()}, "json"
+    )
 
 
 @router.get("/plans/{signature}/buckets/{index}")

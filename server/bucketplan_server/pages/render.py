@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
@@ -34,6 +35,7 @@ PAGE_HEADERS: Mapping[str, str] = {
     "X-Frame-Options": "DENY",
 }
 
+_FIGURE = re.compile(r"\b(?:([0-9]{4,18}) of )?([0-9]{4,18}) (ns|bytes)\b")
 _STATIC_TYPES = {
     "app.js": "text/javascript; charset=utf-8",
     "icon.svg": "image/svg+xml",
@@ -87,6 +89,7 @@ def _environment() -> Environment:
         short=_short,
         ranks=_ranks,
         percent=_percent,
+        figures=_figures,
         plain=_plain,
         query=_query,
         count=_count,
@@ -116,6 +119,16 @@ def _duration(ns: int) -> str:
     return f"{ns} ns"
 
 
+def _figures(text: str) -> str:
+    """A sentence of core, its whole nanoseconds and bytes in the units that people read."""
+
+    def shown(found: re.Match[str]) -> str:
+        unit = _duration if found[3] == "ns" else _bytes
+        return (f"{unit(int(found[1]))} of " if found[1] else "") + unit(int(found[2]))
+
+    return _FIGURE.sub(shown, text)
+
+
 def _when(ns: int) -> str:
     return _moment(ns).strftime("%Y-%m-%d %H:%M:%S UTC")
 
@@ -143,6 +156,8 @@ def _percent(ppm: int) -> str:
 
 def _plain(value: WireValue) -> str:
     """A value of a document as people write it: text as it is, the rest as JSON."""
+    if value is None:
+        return "not set"
     if isinstance(value, str):
         return value
     return to_json(value).decode()

@@ -55,7 +55,8 @@ class Layer:
 
     category: str
     boxes: tuple[Box, ...]
-    path: tuple[tuple[float, float], ...]
+    path: tuple[tuple[float, float, float], ...]
+    """Their (x, width, share)."""
     total_ns: int
     num_intervals: int
 
@@ -177,17 +178,18 @@ def _intervals(cost: CostModel, decision: Decision, run: Simulation) -> list[dic
 def _layer(category: str, intervals: Sequence[_Interval], scale_ns: int, most: int) -> Layer:
     unit_ns = scale_ns / WIDTH
     boxes: list[Box] = []
-    path: list[tuple[float, float]] = []
+    path: list[tuple[float, float, float]] = []
     following = 0
     for start, end, name, count in join(intervals, unit_ns=unit_ns, most=most):
         at, following = following, following + count
         x, width = start / unit_ns, (end - start) / unit_ns
+        busy = sum(min(last, end) - first for first, last, _ in intervals[at : at + count])
+        share = min(1.0, busy / max(1, end - start))
         if width < _TITLED_UNITS:
-            path.append((x, max(width, 0.5)))
+            path.append((x, max(width, 0.5), share))
             continue
         title = name if count == 1 else f"{count} intervals from {name}"
-        busy = sum(min(last, end) - first for first, last, _ in intervals[at : at + count])
-        boxes.append(Box(x, width, f"{title}: {_ms(start)} to {_ms(end)}", min(1.0, busy / (end - start))))
+        boxes.append(Box(x, width, f"{title}: {_ms(start)} to {_ms(end)}", share))
     total = sum(end - start for start, end, _ in intervals)
     return Layer(category, tuple(boxes), tuple(path), total, len(intervals))
 

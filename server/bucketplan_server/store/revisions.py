@@ -56,7 +56,8 @@ class RevisionRow:
 class Activation:
     """What an activation asks for: `revision` for everyone, or for one `job`; None there takes the job's own back.
 
-    Where `expected` is given, the active revision must be that one: of two operators at once, one is told.
+    Where `expected` is given, the active revision must be that one: of two operators at once, one is told. 0 expects
+    that the job has no revision of its own.
     """
 
     revision: int | None
@@ -141,6 +142,10 @@ async def add_revision(
     return number
 
 
+def _pointer(revision: int | None) -> str:
+    return f"revision {revision}" if revision else "no revision of its own"
+
+
 async def activate(store: Store, signature: str, wanted: Activation, cause: Cause) -> int | None:
     """Move the pointer; answers what it named before. Activating what is active already changes nothing.
 
@@ -151,8 +156,8 @@ async def activate(store: Store, signature: str, wanted: Activation, cause: Caus
     async with store.write() as connection:
         here = (active.c.signature == signature) & (active.c.job == wanted.job)
         before: int | None = await connection.scalar(select(active.c.revision).where(here))
-        if wanted.expected is not None and before != wanted.expected:
-            raise Conflict("body.expected", f"revision {before} is active, not {wanted.expected}")
+        if wanted.expected is not None and (before or 0) != wanted.expected:
+            raise Conflict("body.expected", f"{_pointer(before)} is active, not {_pointer(wanted.expected)}")
         if before == wanted.revision:
             return before
         if wanted.revision is None:
