@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import itertools
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -158,3 +161,69 @@ def test_known_plans_are_served_and_new_ones_refused_while_the_database_is_away(
         while client.post("/v1/plans", content=plan_body(new), headers=MSGPACK).status_code != 201:
             assert time.monotonic() < deadline, "the server did not recover"
         assert client.get("/v1/events/verify").json()["findings"] == []
+
+
+def run_program(*command: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+
+
+def verify(database: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    return run_program(sys.executable, "-m", "bucketplan_server", "verify", "--database", database, *flags)
+
+
+def test_a_dump_beside_a_working_server_is_restored_whole(tmp_path, postgres):
+    source, target = postgres.new_database(), postgres.new_database()
+    dump = tmp_path / "plans.dump"
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder in (old, new):
+        folder.mkdir()
+    with running_server(old, database=source) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        request = known(client, 1)
+        send(client, request.signature, "revisions", options={"strategy": "none"}).raise_for_status()
+        send(client, request.signature, "activate", revision=2).raise_for_status()
+        opened = open_attempt(client, "restored", "a")
+        report(client, "restored", 1, RankReport(rank=0, slot="open", uuid="u")).raise_for_status()
+        epoch = unpack(opened.content)["epoch_id"]
+        served = {request.signature: plan(client, request.signature).encoded}
+        stop = threading.Event()
+
+        def write_on() -> None:
+            # One transaction after the other, so that the dump is taken amid them.
+            with httpx.Client(base_url=server.url, timeout=60) as writer:
+                for number in itertools.count(2):
+                    if stop.is_set():
+                        return
+                    later = known(writer, number)
+                    served[later.signature] = plan(writer, later.signature).encoded
+
+        writing = threading.Thread(target=write_on)
+        writing.start()
+        try:
+            while len(served) < 4 and writing.is_alive():
+                time.sleep(0.01)
+            dumped = run_program(postgres.program("pg_dump"), "--format=custom", f"--file={dump}", source)
+        finally:
+            stop.set()
+            writing.join()
+        assert (dumped.returncode, dumped.stderr) == (0, "")
+        known(client, 100_000)
+    restored = run_program(postgres.program("pg_restore"), "--exit-on-error", f"--dbname={target}", dump)
+    assert (restored.returncode, restored.stderr) == (0, "")
+    checked = verify(target)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    head = checked.stdout.rsplit(" ", 1)[1].strip()
+    assert verify(source, "--expect-head", head).returncode == 0, "the source's log holds the restored one"
+    with running_server(new, database=target) as server, httpx.Client(base_url=server.url) as client:
+        listed = {entry["signature"] for entry in client.get("/v1/plans?limit=200").json()["plans"]}
+        assert request.signature in listed
+        assert listed <= served.keys()
+        assert {signature: plan(client, signature).encoded for signature in listed} == {
+            signature: served[signature] for signature in listed
+        }
+        assert plan(client, request.signature).decision.planner == "none/1", "the pointer was restored too"
+        assert unpack(open_attempt(client, "restored", "a").content)["epoch_id"] == epoch
+        # What was written after the dump is new here, and numbers go on where the dump ends.
+        known(client, 100_000)
+        send(client, request.signature, "activate", revision=1).raise_for_status()
+        assert unpack(open_attempt(client, "restored", "b").content)["attempt"] == 2
+        assert client.get("/v1/events/verify?replay=true").json()["findings"] == []

@@ -2,9 +2,12 @@
 
 import contextlib
 import itertools
+import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
+
+from tests.support.tools import tool
 
 _numbers = itertools.count()
 
@@ -36,6 +39,11 @@ class PostgresAddress:
         name = f"test{next(_numbers)}"
         self._server.psql(f"CREATE DATABASE {name};")
         return f"postgresql://postgres@/{name}?host={self._folder}"
+
+    def program(self, name: str) -> str:
+        """Path of a client program of the server's own release, or else the distribution's."""
+        own = shutil.which(name, path=str(self._server.bin_path))
+        return own or tool(name, package="postgresql-client")
 
     @contextlib.contextmanager
     def away(self, address: str) -> Iterator[None]:
