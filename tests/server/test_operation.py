@@ -77,7 +77,13 @@ def test_old_reports_go_with_an_event_and_epochs_stay_as_they_are(tmp_path):
         send(client, request.signature, "revisions", options={"strategy": "none"})
         send(client, request.signature, "activate", revision=2)
         before = unpack(open_attempt(client, "old", "b").content)["epoch_id"]
-        opening = status(client, "old", 1)["opening"]
+        # Numbers that begin alike must not be taken for one another.
+        for number in range(3, 12):
+            open_attempt(client, "old", f"later {number}")
+        report(client, "old", 11, RankReport(rank=0, slot="joint", signature=request.signature))
+        found = client.get("/v1/jobs/old/attempts/1")
+        opening = found.json()["opening"]
+        assert (found.json()["num_reports"], found.json()["pruned"]) == (8, None)
         server.terminate()
         cut = time.time_ns()
 
@@ -89,18 +95,30 @@ def test_old_reports_go_with_an_event_and_epochs_stay_as_they_are(tmp_path):
                 await store.close()
 
         assert asyncio.run(prune(1)) == 0
-        assert asyncio.run(prune(cut)) == 4
+        assert asyncio.run(prune(cut)) == 5
         assert asyncio.run(prune(cut)) == 0
         assert check(server.database, plan_again=True).findings == ()
         server.restart()
-        (event,) = [
-            each for each in client.get("/v1/events?job=old").json()["events"] if each["kind"] == "reports.pruned"
-        ]
+        logged = client.get("/v1/events?job=old&limit=100").json()["events"]
+        event, other = (each for each in logged if each["kind"] == "reports.pruned")
+        assert other["body"]["attempt"] == 11
         assert event["body"] == {"attempt": 1, "num_reports": 4, "signatures": [request.signature]}
         assert unpack(open_attempt(client, "old", "c").content)["epoch_id"] == before
         after = status(client, "old", 1)
         assert all(group["slots"] == [] for group in after["groups"])
         assert after["opening"].keys() == opening.keys()
+        assert (after["num_reports"], {group["state"] for group in after["groups"]}) == (4, {"pruned"})
+        assert after["pruned"] == {"num_reports": 4, "since_ns": event["at_ns"]}
+        assert (status(client, "old", 11)["pruned"] or {})["num_reports"] == 1
+        assert status(client, "old", 2)["pruned"] is None
+        page = client.get("/jobs/old/attempts/1")
+        assert "4 deleted by retention" in page.text
+        # Late ranks report again until there are as many as before: that is another state all the same.
+        for rank in range(4):
+            report(client, "old", 1, RankReport(rank=rank, slot="joint", signature=request.signature))
+        again = client.get("/v1/jobs/old/attempts/1", headers={"If-None-Match": found.headers["etag"]})
+        assert again.status_code == 200
+        assert (again.json()["num_reports"], again.json()["pruned"]) == (8, after["pruned"])
         server.kill()
         with contextlib.closing(sqlite3.connect(server.database)) as connection:
             connection.execute("DELETE FROM job_signatures")

@@ -15,6 +15,8 @@ import pytest
 
 from bucketplan_core.attempt import RankReport
 from bucketplan_core.wire import unpack
+from bucketplan_server.store.engine import open_store
+from bucketplan_server.store.jobs import prune_reports
 from tests.server.test_attempts import open_attempt, report
 from tests.server.test_audit import check
 from tests.server.test_revisions import known, plan, send
@@ -227,3 +229,23 @@ def test_a_dump_beside_a_working_server_is_restored_whole(tmp_path, postgres):
         send(client, request.signature, "activate", revision=1).raise_for_status()
         assert unpack(open_attempt(client, "restored", "b").content)["attempt"] == 2
         assert client.get("/v1/events/verify?replay=true").json()["findings"] == []
+
+
+def test_the_state_of_an_attempt_says_what_retention_deleted(tmp_path, postgres):
+    database = postgres.new_database()
+    with running_server(tmp_path, database=database) as server, httpx.Client(base_url=server.url) as client:
+        request = known(client, 1)
+        for key in ("a", "b"):
+            open_attempt(client, "old", key)
+        report(client, "old", 1, RankReport(rank=0, slot="joint", signature=request.signature)).raise_for_status()
+
+        async def prune() -> int:
+            store = await open_store(database, timeout_seconds=30)
+            try:
+                return await prune_reports(store, time.time_ns())
+            finally:
+                await store.close()
+
+        assert asyncio.run(prune()) == 1
+        first, second = (client.get(f"/v1/jobs/old/attempts/{number}").json()["pruned"] for number in (1, 2))
+        assert (first["num_reports"], second) == (1, None)

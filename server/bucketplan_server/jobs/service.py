@@ -33,11 +33,13 @@ from bucketplan_server.store.hardware import load_profile
 from bucketplan_server.store.jobs import (
     Attempt,
     Conflict,
+    Pruned,
     epoch_is_known_in,
     load_attempt,
     load_attempts,
+    load_pruned,
     load_reports,
-    num_reports,
+    mark_of_reports,
     open_attempt,
     prune_reports,
     store_reports,
@@ -72,6 +74,15 @@ class _Batch:
     reports: list[RankReport] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class _Evidence:
+    """What is stored of an attempt under one `mark`, see `mark_of_reports`."""
+
+    mark: tuple[int, int]
+    reports: Sequence[RankReport]
+    pruned: Pruned | None
+
+
 class JobService:
     """Attempts of jobs. Every method raises `Problem` for what a caller must be told."""
 
@@ -87,7 +98,7 @@ class JobService:
         self._flushes: set[asyncio.Task[None]] = set()
         self._known: set[tuple[str, int]] = set()
         self._agreed: dict[tuple[object, ...], str] = {}
-        self._states: dict[tuple[str, int], tuple[int, list[RankReport]]] = {}
+        self._states: dict[tuple[str, int], _Evidence] = {}
         self._log = structlog.get_logger("bucketplan_server")
 
     async def open(self, job: str, request: AttemptRequest, cause: Cause) -> Opened:
@@ -194,11 +205,11 @@ class JobService:
     async def version(self, attempt: Attempt) -> str:
         """Changes whenever the state of the attempt does."""
         try:
-            count = await num_reports(self._store, attempt.job, attempt.attempt)
+            count, last_ns = await mark_of_reports(self._store, attempt.job, attempt.attempt)
         except StoreError as error:
             raise self._plans.store_unavailable(error) from None
         stalled = time.time_ns() - attempt.opened_ns >= self._stall_ns
-        return f"{attempt.epoch[:16]}-{count}-{int(stalled)}"
+        return f"{attempt.epoch[:16]}-{count}-{last_ns:x}-{int(stalled)}"
 
     async def wait_for_change(self, attempt: Attempt, seen: str, seconds: float) -> None:
         """Returns when the version is no longer `seen`, or after `seconds`, or when the server is about to stop."""
@@ -218,15 +229,16 @@ class JobService:
     async def status(self, attempt: Attempt) -> dict[str, WireValue]:
         """The state of the attempt, computed from what is stored."""
         try:
-            reports = await self._reports(attempt)
+            evidence = await self._evidence(attempt)
             request = AttemptRequest.read(Fields(unpack(attempt.request), "body"))
-            difference = await self._difference(reports)
+            difference = await self._difference(evidence.reports)
         except StoreError as error:
             raise self._plans.store_unavailable(error) from None
         state = await asyncio.to_thread(
             lambda: attempt_status(
                 request.participants,
-                reports,
+                evidence.reports,
+                pruned=evidence.pruned,
                 opened_ns=attempt.opened_ns,
                 now_ns=time.time_ns(),
                 stall_ns=self._stall_ns,
@@ -246,18 +258,19 @@ class JobService:
     def _stall_ns(self) -> int:
         return int(self._settings.stall_seconds * _NS)
 
-    async def _reports(self, attempt: Attempt) -> list[RankReport]:
+    async def _evidence(self, attempt: Attempt) -> _Evidence:
         key = (attempt.job, attempt.attempt)
-        count = await num_reports(self._store, *key)
+        mark = await mark_of_reports(self._store, *key)
         kept = self._states.get(key)
-        if kept is not None and kept[0] == count:
-            return kept[1]
+        if kept is not None and kept.mark == mark:
+            return kept
         encoded = await load_reports(self._store, *key)
+        pruned = await load_pruned(self._store, *key)
         reports = await asyncio.to_thread(lambda: [RankReport.read(Fields(unpack(data), "report")) for data in encoded])
-        self._states[key] = (len(encoded), reports)
+        found = self._states[key] = _Evidence(mark, reports, pruned)
         while len(self._states) > _KEPT_STATES:
             del self._states[next(iter(self._states))]
-        return reports
+        return found
 
     async def _difference(self, reports: Sequence[RankReport]) -> Difference:
         """Names the first differing field of two signatures that stand under one name (slot and ordinal).

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from bucketplan_core.attempt import OPEN_SLOT, Participants, RankReport
 from bucketplan_core.errors import describe_ranks
 from bucketplan_core.wire import WireValue
+from bucketplan_server.store.jobs import Pruned
 
 __all__ = ["Difference", "attempt_status", "signatures_of"]
 
@@ -39,6 +40,7 @@ def attempt_status(
     participants: Participants,
     reports: Sequence[RankReport],
     *,
+    pruned: Pruned | None,
     opened_ns: int,
     now_ns: int,
     stall_ns: int,
@@ -46,15 +48,20 @@ def attempt_status(
 ) -> dict[str, WireValue]:
     """The state of one attempt.
 
+    Where retention deleted reports (`pruned`), a group of which none is left is ``pruned``, not ``unreported``.
     `difference` names the first field in which the requests of two signatures differ, or None where that is unknown.
     An opening that waits for longer than `stall_ns` is stalled.
     """
     opened = {report.rank: report.uuid for report in reports if report.slot == OPEN_SLOT}
     groups = _groups(participants, reports)
     return {
-        "groups": [_group_status(role, members, opened, reports, difference) for role, members in groups],
+        "groups": [
+            _group_status(role, members, opened, reports, difference, is_pruned=pruned is not None)
+            for role, members in groups
+        ],
         "num_reports": len(reports),
         "opening": _opening(participants, opened, opened_ns=opened_ns, now_ns=now_ns, stall_ns=stall_ns),
+        "pruned": None if pruned is None else {"num_reports": pruned.num_reports, "since_ns": pruned.since_ns},
     }
 
 
@@ -106,6 +113,8 @@ def _group_status(
     opened: Mapping[int, str | None],
     reports: Sequence[RankReport],
     difference: Difference,
+    *,
+    is_pruned: bool,
 ) -> dict[str, WireValue]:
     inside = set(members)
     slots: dict[tuple[str, int], list[RankReport]] = {}
@@ -114,7 +123,8 @@ def _group_status(
             slots.setdefault((report.slot, report.ordinal), []).append(report)
     listed = [_slot_status(slot, ordinal, role, members, found, difference) for (slot, ordinal), found in slots.items()]
     states = {str(slot["state"]) for slot in listed}
-    state = next((name for name in ("diverged", "partial", "agreed") if name in states), "unreported")
+    nothing = "pruned" if is_pruned else "unreported"
+    state = next((name for name in ("diverged", "partial", "agreed") if name in states), nothing)
     return {
         "members": list(members),
         "missing": [rank for rank in members if rank not in opened],

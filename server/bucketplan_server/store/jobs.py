@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from sqlalchemy import ColumnElement, RowMapping, Select, delete, func, insert, or_, select
+from sqlalchemy import ColumnElement, LargeBinary, RowMapping, Select, delete, func, insert, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from bucketplan_core.attempt import OPEN_SLOT, AttemptRequest, RankReport
@@ -17,17 +17,19 @@ from bucketplan_server.access.principal import SEPARATOR
 from bucketplan_server.store.engine import Store
 from bucketplan_server.store.events import Cause, append_event
 from bucketplan_server.store.plans import PLANNER_REVISION, insert_or_ignore
-from bucketplan_server.store.tables import active, attempts, epochs, job_signatures, reports, revisions
+from bucketplan_server.store.tables import active, attempts, epochs, events, job_signatures, reports, revisions
 
 __all__ = [
     "Attempt",
     "Conflict",
+    "Pruned",
     "epoch_is_known_in",
     "load_attempt",
     "load_attempts",
     "load_epoch",
+    "load_pruned",
     "load_reports",
-    "num_reports",
+    "mark_of_reports",
     "of_namespace",
     "open_attempt",
     "prune_reports",
@@ -36,6 +38,7 @@ __all__ = [
 ]
 
 _RANKS_PER_QUERY = 200
+_PRUNED = "reports.pruned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,14 @@ class Attempt:
     epoch: str
     opened_ns: int
     actor: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """How many reports of an attempt retention deleted, and when it first did."""
+
+    num_reports: int
+    since_ns: int
 
 
 class Conflict(Exception):
@@ -264,7 +275,7 @@ async def prune_reports(store: Store, before_ns: int) -> int:
             signatures = sorted({report.signature for report in read if report.signature is not None})
             await append_event(
                 connection,
-                "reports.pruned",
+                _PRUNED,
                 Cause("server", f"older than {before_ns} ns since 1970 (BUCKETPLAN_REPORT_RETENTION_DAYS)"),
                 at_ns=time.time_ns(),
                 job=found.job,
@@ -289,11 +300,36 @@ async def _known_reports(
     return known
 
 
-async def num_reports(store: Store, job: str, attempt: int) -> int:
-    """How many reports an attempt has: its state changed if and only if this number did."""
+async def mark_of_reports(store: Store, job: str, attempt: int) -> tuple[int, int]:
+    """How many reports an attempt has and when the last of them came: equal as long as its state does not change.
+
+    Their number alone would not do: as many may come again after old ones were deleted.
+    """
     async with store.read() as connection:
-        query = select(func.count()).where(reports.c.job == job, reports.c.attempt == attempt)
-        return int(await connection.scalar(query) or 0)
+        query = select(func.count(), func.max(reports.c.received_ns)).where(
+            reports.c.job == job, reports.c.attempt == attempt
+        )
+        count, last_ns = (await connection.execute(query)).one()
+        return int(count), int(last_ns or 0)
+
+
+async def load_pruned(store: Store, job: str, attempt: int) -> Pruned | None:
+    """What retention deleted of an attempt's reports, None if nothing: the log says so."""
+    # The body is canonical and `attempt` its first key, so that the database finds the few events that matter.
+    start = pack({"attempt": attempt, "num_reports": 0, "signatures": []})
+    start = start[: start.index(b"num_reports")]
+    query = (
+        select(events.c.at_ns, events.c.body)
+        .where(events.c.job == job, events.c.kind == _PRUNED)
+        .where(func.substr(events.c.body, 1, len(start), type_=LargeBinary) == start)
+        .order_by(events.c.seq)
+    )
+    async with store.read() as connection:
+        rows = (await connection.execute(query)).all()
+    if not rows:
+        return None
+    numbers = [Fields(unpack(row.body), "event").integer("num_reports") for row in rows]
+    return Pruned(num_reports=sum(numbers), since_ns=rows[0].at_ns)
 
 
 async def load_reports(store: Store, job: str, attempt: int) -> list[bytes]:

@@ -75,7 +75,18 @@ _REPORT = obj(
     }
 )
 _STATUS = obj(
-    {"attempt": _COUNT, "epoch_id": DIGEST, "groups": {"type": "array", "items": _MAP}, "job": _TEXT, "opening": _MAP}
+    {
+        "attempt": _COUNT,
+        "epoch_id": DIGEST,
+        "groups": {"type": "array", "items": _MAP},
+        "job": _TEXT,
+        "num_reports": _COUNT,
+        "opening": _MAP,
+        "pruned": {
+            "type": ["object", "null"],
+            "description": "how many reports of graphs retention deleted (`num_reports`), and since when (`since_ns`)",
+        },
+    }
 )
 
 
