@@ -250,17 +250,17 @@ def _table(ranks: list[Ways]) -> Table:
 
 
 def _say_where(server: PlanningServer, signature: str, *, keep_serving: bool) -> None:
-    console.print(f"The plan of way 'module': {server.address}/v1/plans/{signature}")
-    if server.has_page(signature):
-        console.print(f"The same as a page:       {server.address}/plans/{signature}")
+    console.print(f"The plan of way 'module' as JSON: {server.address}/v1/plans/{signature}")
     if keep_serving:
         console.print(f"The server keeps running as process {server.process_id}; end it with: kill {server.process_id}")
+        console.print(f"Its page, for a browser: {server.address}/plans/{signature}")
         return
     console.print(
         f"The server ends now; to read it: .venv/bin/bucketplan-server serve --port {server.port} "
         f"--database {_shown(server.database)}\n(or make the demo with --keep-serving: "
         ".venv/bin/python deploy/demo/run.py --keep-serving)"
     )
+    console.print(f"Its page, for a browser: {server.address}/plans/{signature}")
 
 
 def _heading(text: str) -> None:

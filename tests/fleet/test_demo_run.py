@@ -73,6 +73,9 @@ def test_demo_holds_and_leaves_no_process_behind(tmp_path, start_demo):
     assert "nothing was planned a second time (0 plannings" in said
     assert "losses equal to those without buckets, bit for bit" in said
     assert "/v1/plans/" in said
+    last = said.splitlines()[-1]
+    assert last.startswith("Its page, for a browser: http://127.0.0.1:"), last
+    assert "/plans/" in last
     assert len(started) > 3, "the server and the ranks are processes of their own"
     assert running(started) == []
     first = json.loads((tmp_path / "demo" / "first" / "result.json").read_text())

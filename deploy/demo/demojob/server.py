@@ -96,10 +96,6 @@ class PlanningServer:
         plan: dict[str, Any] = answer.json()
         return plan
 
-    def has_page(self, signature: str) -> bool:
-        """Whether this release shows plans as pages too."""
-        return self._http.get(f"/plans/{signature}", headers={"Accept": "text/html"}).status_code == 200
-
     def _is_ready(self) -> bool:
         try:
             return self._http.get("/readyz", timeout=1.0).status_code == 200
