@@ -84,6 +84,13 @@ class TestPatterns:
     def test_modules_without_parameters_drop_out_of_a_pattern(self):
         assert names(build_module_bucket_plans(Model(), ["layers.0.mlp.*"])) == ["layers.0.mlp.0", "layers.0.mlp.2"]
 
+    def test_the_path_of_a_module_wins_over_the_pattern_that_it_could_be(self):
+        model = nn.Module()
+        model.d = nn.ModuleDict({"a[0]": nn.Linear(2, 2), "a0": nn.Linear(2, 2), "b*": nn.Linear(2, 2)})
+        assert names(build_module_bucket_plans(model, ["d.a[0]"])) == ["d.a[0]"]
+        assert names(build_module_bucket_plans(model, [["d.b*", "d.a0"]])) == ["d.b*+d.a0"]
+        assert names(build_module_bucket_plans(model, ["d.a[[]*"])) == ["d.a[0]"]
+
 
 class TestRefused:
     def test_unknown_path_is_named_with_what_is_close(self):
@@ -123,6 +130,18 @@ class TestRefused:
         assert first in str(caught.value)
         assert second in str(caught.value)
 
+    @pytest.mark.parametrize("specs", ["layers", b"layers", None, 5])
+    def test_scopes_that_are_no_list_say_so(self, specs):
+        with pytest.raises(ScopeError, match="are a list of paths and patterns") as caught:
+            build_module_bucket_plans(Model(), specs)
+        assert repr(specs) in str(caught.value)
+
+    @pytest.mark.parametrize("spec", [None, 5, ["norm", None], ["norm", ["head"]]])
+    def test_a_scope_that_is_no_path_is_named(self, spec):
+        with pytest.raises(ScopeError, match=r"is no (module scope|path)") as caught:
+            build_module_bucket_plans(Model(), ["embed", spec])
+        assert repr(spec) in str(caught.value)
+
     def test_every_refusal_is_a_scope_error_with_a_remedy(self):
         for specs in (["nope"], ["dropout"], ["layers", "layers.0"]):
             with pytest.raises(ScopeError) as caught:
@@ -138,6 +157,16 @@ class TestTiedParameters:
     def test_scope_of_nothing_but_tied_parameters_says_so(self):
         with pytest.raises(EmptyScope, match="tied"):
             build_module_bucket_plans(Model(tied=True), ["embed", "head"])
+
+    def test_tied_head_drops_out_of_a_pattern_that_matches_more(self):
+        scopes = build_module_bucket_plans(Model(tied=True), ["*"])
+        assert names(scopes) == ["embed", "layers", "norm"]
+        assert scopes[0].param_names == {"embed.weight", "head.weight"}
+
+    @pytest.mark.parametrize("specs", [["h*"], ["embed", "[dh]*"]])
+    def test_pattern_of_nothing_but_tied_parameters_says_so(self, specs):
+        with pytest.raises(EmptyScope, match=r"tied to others, 'head\.weight' is 'embed\.weight'"):
+            build_module_bucket_plans(Model(tied=True), specs)
 
     def test_tied_head_joins_a_scope_that_has_more(self):
         scopes = build_module_bucket_plans(Model(tied=True), ["embed", ["norm", "head"]])
