@@ -6,6 +6,8 @@ import httpx
 import pytest
 
 from bucketplan_core.wire import from_json, pack, unpack
+from bucketplan_server.access.authenticate import Access
+from bucketplan_server.access.tokens import TokenTable
 from bucketplan_server.http.front import Front
 from bucketplan_server.memory import EpochMemory, PlanMemory
 from bucketplan_server.metrics import Metrics
@@ -62,7 +64,10 @@ def test_a_fault_of_the_server_has_the_same_shape_and_hides_its_reason(encoding)
         raise RuntimeError("secret detail")
 
     async def call() -> httpx.Response:
-        front = Front(broken, memory=PlanMemory(0), epochs=EpochMemory(), metrics=Metrics(), max_body_bytes=1024)
+        metrics = Metrics()
+        access = Access(TokenTable(required=False), metrics)
+        parts = {"memory": PlanMemory(0), "epochs": EpochMemory(), "metrics": metrics, "access": access}
+        front = Front(broken, **parts, max_body_bytes=1024)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://server") as client:
             return await client.get("/v1/plans", headers={"Accept": f"application/{encoding}"})
 
