@@ -52,11 +52,14 @@ class Report:
     """What one rank brings to a comparison.
 
     `failure` is why it has no plan; `request` is read only if descriptions have to be compared field by field.
+    `decision` is the digest of the whole decision: ranks of one signature must hold one, since digests of groups say
+    nothing about the order of what two groups issue.
     """
 
     rank: int
     groups: tuple[GroupView, ...]
     signature: str | None = None
+    decision: str | None = None
     failure: str | None = None
     request: Callable[[], bytes] | None = None
 
@@ -119,8 +122,9 @@ def _compare(
     report: Report, group: GroupView, *, key: str, until: float, grace_s: float, what: str
 ) -> Protocol[dict[str, WireValue]]:
     payload: dict[str, WireValue] = {
+        "decision": report.decision,
         "digest": group.digest,
-        "failure": None if report.failure is None else report.failure[:_LONGEST_REASON],
+        "failure": None if report.failure is None else _sendable(report.failure[:_LONGEST_REASON]),
         "members": list(group.members),
         "signature": report.signature,
     }
@@ -168,7 +172,33 @@ def _judge(group: GroupView, payloads: Mapping[int, bytes], what: str) -> dict[s
                 "send": [one, other] if differ else [],
                 "difference": None if differ else _same_graph(reports[one]["signature"]),
             }
+    return _judge_decisions(group, reports, what)
+
+
+def _judge_decisions(
+    group: GroupView, reports: Mapping[int, Mapping[str, WireValue]], what: str
+) -> dict[str, WireValue]:
+    by_signature: dict[str, dict[str, list[int]]] = {}
+    for rank, found in reports.items():
+        if found["signature"] is not None:
+            decisions = by_signature.setdefault(str(found["signature"]), {})
+            decisions.setdefault(str(found["decision"]), []).append(rank)
+    for signature, holders in sorted(by_signature.items()):
+        if len(holders) > 1:
+            return {
+                "kind": "disagree",
+                "role": group.role,
+                "what": what,
+                "holders": {value: list(ranks) for value, ranks in holders.items()},
+                "send": [],
+                "difference": _same_graph(signature),
+            }
     return {"kind": "agreed"}
+
+
+def _sendable(text: str) -> str:
+    """`text` as MessagePack can carry it: a file name that is not UTF-8 reaches an error message as lone surrogates."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _same_graph(signature: WireValue) -> str | None:

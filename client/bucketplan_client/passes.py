@@ -24,13 +24,15 @@ from bucketplan_client.environment import DISABLE_VARIABLE, disabled_by_environm
 from bucketplan_client.errors import AgreementError, ClientError, PassFailed, Where
 from bucketplan_client.membership import GroupLike, groups_of_graph, is_distributed, members_of, this_rank
 from bucketplan_client.rewrite.apply import Applied, apply_plan
+from bucketplan_client.scopes import why_left_alone
 from bucketplan_client.store import JobStore, default_store
-from bucketplan_core.collectives import Options
+from bucketplan_core.collectives import KINDS, Options
 from bucketplan_core.groups import group_digests
 from bucketplan_core.legality import check_decision
 from bucketplan_core.plan import Plan
 from bucketplan_core.profile import CostProfile
 from bucketplan_core.request import Request
+from bucketplan_core.wire import digest_of, pack
 
 if TYPE_CHECKING:
     from bucketplan_client.opening import Attempt
@@ -172,20 +174,31 @@ class FsdpBucketingPass:
         try:
             description = self._describe(gm)
             where = where.at(signature=description.signature)
-            plan = self._obtain(description)
+            reason = why_left_alone(description.request, self._scopes)
+            # Without a plan there is no digest: ranks that found a scope here where others found none are told apart.
+            plan = self._obtain(description) if reason is None else None
         except PassFailed as error:
             failure = error.located(where)
         report = self._report(gm, description, plan)
         self._agree(report, failure, where)
         assert description is not None
-        assert plan is not None
+        applied: Applied | None = None
         try:
-            applied = _step("apply", lambda: apply_plan(description, plan, kinds=self._kinds))
+            if plan is not None:
+                applied = _step("apply", lambda: apply_plan(description, plan, kinds=self._kinds))
         except PassFailed as error:
             failure = error.located(where)
         # A rank that cannot apply what was agreed must not be waited for in the first collective of the others.
-        self._agree(report, failure, where)
-        self._tell(applied, plan)
+        try:
+            self._agree(report, failure, where)
+        except BaseException:
+            if applied is not None:
+                applied.take_back()
+            raise
+        if applied is None or plan is None:
+            _LOG.info("bucketing skipped: %s", reason)
+        else:
+            self._tell(applied, plan)
         return gm
 
     def _reason_to_skip(self) -> str | None:
@@ -248,7 +261,7 @@ class FsdpBucketingPass:
         members |= {role: members_of(group) for role, group in self._groups.items()}
         digests: Mapping[str, str] = {}
         if description is not None and plan is not None:
-            digests = group_digests(description.request, plan.decision)
+            digests = self._applied_part(group_digests(description.request, plan.decision))
         if not members:
             members = {"world": tuple(range(dist.get_world_size()))} if description is None else {}
         rank = this_rank()
@@ -260,8 +273,16 @@ class FsdpBucketingPass:
                 if rank in ranks
             ),
             signature=None if description is None else description.signature,
+            decision=None if plan is None else plan.digest,
             request=None if description is None else lambda: description.request.encoded,
         )
+
+    def _applied_part(self, digests: Mapping[str, str]) -> Mapping[str, str]:
+        """Digests of what this pass will make of a plan: one that applies some kinds only issues other collectives."""
+        kinds = sorted(KINDS if self._kinds is None else frozenset(self._kinds))
+        if kinds == sorted(KINDS):
+            return digests
+        return {role: digest_of(pack({"digest": digest, "kinds": list(kinds)})) for role, digest in digests.items()}
 
     def _tell(self, applied: Applied, plan: Plan) -> None:
         statistics = applied.statistics.values()

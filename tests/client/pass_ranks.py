@@ -72,8 +72,11 @@ def _nodes(gm: fx.GraphModule) -> list[str]:
 
 
 class _Broken:
+    def __init__(self, message: str = "no space left on this rank") -> None:
+        self._message = message
+
     def plan(self, request: Request, profile: CostProfile | None = None) -> Plan:
-        raise OSError("no space left on this rank")
+        raise OSError(self._message)
 
 
 class _Lines(logging.Handler):
@@ -115,10 +118,15 @@ def disagree(case: str, odd: int, expert_size: int | None = None) -> dict[str, A
     is_odd = dist.get_rank() == odd
     plans: Any = LocalPlans()
     options, apply_plan = _options(), passes.apply_plan
+    kinds: Any = None
     if is_odd and case == "options":
         options = _options(cap_bytes=7_000)
     elif is_odd and case == "planning":
         plans = _Broken()
+    elif is_odd and case == "kinds":
+        kinds = ["fsdp_all_gather"]
+    elif is_odd and case == "file name":
+        plans = _Broken("no such file: 'plan\udcff'")
     elif is_odd and case == "graph":
         gather = next(n for n in graph.gm.graph.nodes if n.meta.get("comm_type") == "fsdp_all_gather")
         gather.meta["param_name"] = "renamed.weight"
@@ -130,7 +138,7 @@ def disagree(case: str, odd: int, expert_size: int | None = None) -> dict[str, A
             raise RuntimeError("rewriter broke")
 
         passes.apply_plan = fail  # type: ignore[assignment]
-    bucketing = FsdpBucketingPass(plans, options=options, roles=graph.roles, deadline_s=30.0, job="test")
+    bucketing = FsdpBucketingPass(plans, options=options, roles=graph.roles, kinds=kinds, deadline_s=30.0, job="test")
     try:
         bucketing(graph.gm)
     except ClientError as error:

@@ -18,7 +18,13 @@ Groups = Mapping[str, Sequence[int]]
 
 
 def report_of(
-    rank: int, groups: Groups, *, digest: str = "d", request: Any = None, failure: str | None = None
+    rank: int,
+    groups: Groups,
+    *,
+    digest: str = "d",
+    request: Any = None,
+    failure: str | None = None,
+    decision: str | None = None,
 ) -> Report:
     described = request or small_request()
     return Report(
@@ -28,6 +34,7 @@ def report_of(
             for role, members in groups.items()
         ),
         signature=None if failure else described.signature,
+        decision=decision,
         failure=failure,
         request=None if failure else lambda: described.encoded,
     )
@@ -77,6 +84,21 @@ class TestOneGroup:
         error = outcomes[1]
         assert isinstance(error, RanksDisagree)
         assert "different plans for one graph" in str(error)
+
+    def test_two_orders_of_two_groups_are_two_plans_although_each_group_is_the_same(self):
+        groups = {"fsdp": range(2), "fsdp_expert": range(2)}
+        outcomes = agree_all([report_of(rank, groups, decision="dense first" if rank else "x") for rank in range(2)])
+        assert len(messages(outcomes)) == 1
+        error = outcomes[0]
+        assert isinstance(error, RanksDisagree)
+        assert "different plans for one graph" in str(error)
+
+    def test_ranks_of_other_graphs_may_hold_other_plans(self):
+        stages = (small_request(), small_request(num_params=3))
+        reports = [
+            report_of(rank, {"dp": range(2)}, request=stages[rank], decision=f"stage {rank}") for rank in range(2)
+        ]
+        assert set(agree_all(reports).values()) == {None}
 
     def test_member_lists_must_be_equal(self):
         members = {0: (0, 1, 2), 1: (0, 2, 1), 2: (0, 1, 2)}

@@ -146,6 +146,16 @@ def test_code_that_cannot_be_generated_leaves_the_graph_as_it_was(monkeypatch: p
     assert_same_results(everything()[1], gm, build.draw_inputs(RANKS, 1), GROUPS)
 
 
+def test_a_rewrite_that_succeeded_can_be_taken_back() -> None:
+    build, gm, description, plan = prepared()
+    before, meta, code = snapshot(gm), dict(gm.meta), gm.code
+    apply_plan(description, plan).take_back()
+    assert (snapshot(gm), gm.meta, gm.code) == (before, meta, code)
+    gm.graph.lint()
+    apply_plan(description, plan)
+    assert_same_results(everything()[1], gm, build.draw_inputs(RANKS, 1), GROUPS)
+
+
 def test_an_order_that_would_be_invalid_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     _, gm, description, plan = prepared()
     before = snapshot(gm)

@@ -7,8 +7,8 @@ right before the node that its gap is bound to. Work is linear in nodes and memb
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
@@ -41,6 +41,14 @@ class Applied:
 
     description: Description
     statistics: Mapping[str, Mapping[str, int]]
+    _take_back: Callable[[], None] = field(repr=False, compare=False)
+
+    def take_back(self) -> None:
+        """Make the graph, its code and its metadata what they were; only right after the rewrite, before other changes.
+
+        For a rank that learns that another one could not apply the plan.
+        """
+        self._take_back()
 
     @property
     def num_buckets(self) -> int:
@@ -97,8 +105,17 @@ def apply_plan(
                 binding.module.recompile()
             raise
     statistics = _statistics(description.request, plan.decision, applied_kinds)
-    binding.module.meta.update(statistics)
-    return Applied(description, statistics)
+    module, published = binding.module, dict(binding.module.meta)
+    module.meta.update(statistics)
+
+    def take_back() -> None:
+        journal.roll_back()
+        module.meta.clear()
+        module.meta.update(published)
+        if recompiling:
+            module.recompile()
+
+    return Applied(description, statistics, take_back)
 
 
 def _changed_tensor(description: Description) -> str | None:
