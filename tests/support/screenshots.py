@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 from PIL import Image
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
 from bucketplan_core.attempt import OPEN_SLOT, AttemptRequest, RankReport
 from bucketplan_core.collectives import Options
@@ -28,6 +28,7 @@ from bucketplan_core.wire import pack, unpack
 from bucketplan_server import cli_tokens
 from bucketplan_server.settings import load_settings
 from tests.benchmarks.bench_planner import generate
+from tests.support.browser import chromium
 from tests.support.documents import MSGPACK, plan_body
 from tests.support.graphs import graph_names, load_graph
 from tests.support.paths import ROOT
@@ -157,16 +158,8 @@ def _attempt(
 def take(folder: Path) -> list[Path]:
     """Writes the pictures into `folder` and answers where they are."""
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="pictures") as data, fleet(Path(data)) as shown, _chromium() as browser:
+    with tempfile.TemporaryDirectory(prefix="pictures") as data, fleet(Path(data)) as shown, chromium() as browser:
         return list(_pictures(folder, shown, browser))
-
-
-@contextmanager
-def _chromium() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 def _pictures(folder: Path, shown: Fleet, browser: Browser) -> Iterator[Path]:

@@ -223,7 +223,7 @@ def _day_ns(text: str, name: str) -> int | None:
 def _cursor(cursor: str) -> tuple[int, str] | None:
     if not cursor:
         return None
-    match = re.fullmatch("([0-9]{1,18})-([0-9a-f]{64})", cursor)
+    match = re.fullmatch("([0-9]{1,19})-([0-9a-f]{64})", cursor)
     if match is None:
         raise Problem("invalid-parameter", f"cursor: {cursor[:120]!r} is no cursor", fields={"path": "cursor"})
     return int(match[1]), match[2]

@@ -95,9 +95,11 @@ async def pictures(request: Request, state: State, signature: Signature) -> Resp
     view = await state.pool.read(view_plan, stored, PlanQuery(size=0))
     names = ("before", "after", "memory_before", "memory_after", "sizes")
     drawn = {name: getattr(view, name) for name in names}
-    return answer(
-        {name: _whole(value if isinstance(value, tuple) else asdict(value)) for name, value in drawn.items()}, "json"
-    )
+    tree = {
+        name: None if value is None else _whole(value if isinstance(value, tuple) else asdict(value))
+        for name, value in drawn.items()
+    }
+    return answer(tree, "json")
 
 
 @router.get("/plans/{signature}/buckets/{index}")

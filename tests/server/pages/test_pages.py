@@ -7,13 +7,14 @@ import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from fastapi.routing import APIRoute
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
 from bucketplan_core.collectives import Options
 from bucketplan_core.presets import GroupShape, resolve_preset
 from bucketplan_core.request import Request
 from bucketplan_server.pages import attempt, change, fleet, plan, session
 from bucketplan_server.pages.session import local_path
+from tests.support.browser import watched_tab
 from tests.support.documents import MSGPACK, plan_body, profile_of, small_request
 from tests.support.paths import ROOT
 from tests.support.server import RunningServer, running_server
@@ -62,24 +63,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningSe
         yield server, [request.signature for request in requests]
 
 
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
 def tab(chromium: Browser, served: tuple[RunningServer, list[str]]) -> Iterator[Page]:
-    with chromium.new_context(base_url=served[0].url) as context:
-        page, wrong = context.new_page(), []
-        page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("requestfailed", lambda request: wrong.append(request.url))
-        page.on("dialog", lambda dialog: wrong.append("a script of a name ran"))
+    with watched_tab(chromium, served[0].url) as page:
         yield page
-        assert wrong == []
 
 
 def addresses(signatures: list[str]) -> list[str]:

@@ -1,0 +1,81 @@
+"""The lists behind the pages say the same on both stores."""
+
+import re
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.server.test_attempts import open_attempt
+from tests.server.test_revisions import known, send
+from tests.support.postgres import running_postgres
+from tests.support.server import running_server
+
+JOBS = [f"run-{number:02}" for number in range(22)] + ["a_b", "a.b"]
+
+
+@pytest.fixture(scope="module", params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def client(request, tmp_path_factory) -> Iterator[httpx.Client]:
+    folder = tmp_path_factory.mktemp("lists")
+    if request.param == "sqlite":
+        with running_server(folder) as server, httpx.Client(base_url=server.url, timeout=60) as found:
+            yield filled(found)
+    else:
+        with (
+            running_postgres() as postgres,
+            running_server(folder, database=postgres.new_database()) as server,
+            httpx.Client(base_url=server.url, timeout=60) as found,
+        ):
+            yield filled(found)
+
+
+def filled(client: httpx.Client) -> httpx.Client:
+    """Three plans, one of them overridden, and 24 jobs, one of them started twice."""
+    first, *_ = [known(client, number) for number in range(3)]
+    assert send(client, first.signature, "revisions", options={"strategy": "none"}).is_success
+    assert send(client, first.signature, "activate", revision=2).is_success
+    for job in [*JOBS, JOBS[0]]:
+        open_attempt(client, job, f"key-{next(_keys)}")
+    return client
+
+
+_keys = iter(range(1_000))
+
+
+def rows(client: httpx.Client, address: str) -> tuple[list[str], str | None]:
+    """The heading of each row of the page's table, as text, and the address of the next page."""
+    answer = client.get(address)
+    assert answer.status_code == 200, answer.text
+    found = [re.sub("<[^>]*>", "", cell) for cell in re.findall('<th scope="row"[^>]*>(.*?)</th>', answer.text)]
+    following = re.search('rel="next" href="([^"]*)"', answer.text)
+    return found, None if following is None else following[1].replace("&amp;", "&")
+
+
+def test_the_overview_counts_what_is_stored(client):
+    text = re.sub("<[^>]*>", " ", client.get("/").text)
+    said = " ".join(text.split())
+    assert "Plans 3 4 revisions, 1 not the planner" in said
+    assert "Jobs 24 25 attempts" in said
+    assert f"Events {3 + 2 + 25}" in said
+
+
+def test_jobs_stand_in_the_order_of_their_last_start(client):
+    seen, following = rows(client, "/jobs")
+    assert seen[0] == JOBS[0], "it started again last"
+    while following:
+        more, following = rows(client, following)
+        seen += more
+    assert seen == [JOBS[0], *reversed(JOBS[1:])]
+
+
+def test_a_part_of_a_name_is_taken_literally(client):
+    assert rows(client, "/jobs?name=a_b")[0] == ["a_b"]
+    assert rows(client, "/jobs?name=%25")[0] == []
+
+
+def test_events_are_filtered_and_paged_backwards(client):
+    seen, following = rows(client, "/events?kind=attempt.opened")
+    assert (len(seen), following) == (25, None)
+    assert [int(number) for number in seen] == sorted(map(int, seen), reverse=True)
+    assert rows(client, f"/events?kind=attempt.opened&before={seen[9]}")[0] == seen[10:]
+    assert len(rows(client, f"/events?kind=attempt.opened&job={JOBS[0]}")[0]) == 2
