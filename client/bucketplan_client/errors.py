@@ -24,6 +24,7 @@
     ├── PassFailed                 describing, planning or rewriting a graph failed: `step`, `cause`
     ├── StalePlan                  the graph is not the described one any more: `change` (rewrite/errors.py)
     ├── RewriteError               the rewrite was taken back: `node`, `reason` (rewrite/errors.py)
+    ├── BadArgument                an argument of a pass is nothing that it takes: `option`, `value` (arguments.py)
     ├── CompileConflict            an option of torch.compile gets in the way (inductor_options.py)
     └── PipelineConflict           an option of torchtitan gets in the way (torchtitan.py)
 

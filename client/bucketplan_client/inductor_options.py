@@ -8,13 +8,21 @@ without taking anything from the user, `settings` switches off. What the user sw
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from bucketplan_client.errors import ClientError
 
-__all__ = ["INDUCTOR_SETTINGS", "CompileConflict", "refuse_conflicts", "refuse_undone_settings", "settings_of"]
+__all__ = [
+    "INDUCTOR_SETTINGS",
+    "CompileConflict",
+    "hook_without",
+    "passes_of",
+    "refuse_conflicts",
+    "refuse_undone_settings",
+    "settings_of",
+]
 
 INDUCTOR_SETTINGS: Mapping[str, bool] = MappingProxyType(
     {
@@ -107,6 +115,29 @@ def refuse_undone_settings() -> None:
                 "it was set after the bucketing pass was installed and would let Inductor undo the plan's order",
                 remedy="Leave it alone (also in torch.compile's options) while the pass is installed",
             )
+
+
+def passes_of(hook: Any) -> tuple[Any, ...]:
+    """The passes that the value of a hook stands for, in the order in which they run; the links of chains as well."""
+    if hook is None:
+        return ()
+    if isinstance(hook, list | tuple):
+        return tuple(one for part in hook for one in passes_of(part))
+    return (*(one for part in getattr(hook, "bucketplan_links", ()) for one in passes_of(part)), hook)
+
+
+def hook_without(hook: Any, unwanted: Callable[[Any], bool]) -> Any:
+    """The value of a hook without its `unwanted` passes, in the form in which it was set; None if nothing is left."""
+    if isinstance(hook, list | tuple):
+        kept = type(hook)(one for part in hook if (one := hook_without(part, unwanted)) is not None)
+        return kept or None
+    if hook is None or unwanted(hook):
+        return None
+    links = getattr(hook, "bucketplan_links", ())
+    if not any(unwanted(one) for one in passes_of(list(links))):
+        return hook
+    kept = [one for part in links if (one := hook_without(part, unwanted)) is not None]
+    return type(hook)(*kept) if len(kept) > 1 else next(iter(kept), None)
 
 
 def _value(config: Any, option: str) -> Any:

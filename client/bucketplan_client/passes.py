@@ -18,6 +18,7 @@ from torch import fx
 from torch.distributed.distributed_c10d import Store
 
 from bucketplan_client.agreement import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, GroupView, Lockstep, Report
+from bucketplan_client.arguments import refuse_bad_arguments
 from bucketplan_client.capture.binding import Description
 from bucketplan_client.capture.describe import ScopeLike, describe_graph
 from bucketplan_client.environment import DISABLE_VARIABLE, disabled_by_environment
@@ -85,7 +86,9 @@ class FsdpBucketingPass:
     groups that hold parameters (role to group, its name, or its ranks); the groups of the graph's own collectives are
     always compared. `store` is the job's rendezvous store, by default that of torch.distributed; `name` tells this pass
     from others on it. A comparison waits for ranks as long as `deadline_s`, and for the verdict `grace_s` longer.
-    Raises `AgreementError` (alike on all ranks of a group) or, where there is nobody to compare with, `PassFailed`.
+    A graph without a collective in any of the given `scopes` is agreed on and left alone, with a warning. Making a pass
+    raises `BadArgument`; calling it raises `AgreementError` (alike on all ranks of a group) or, where there is nobody
+    to compare with, `PassFailed`.
     """
 
     def __init__(
@@ -112,6 +115,16 @@ class FsdpBucketingPass:
         grace_s: float = DEFAULT_GRACE_S,
         job: str | None = None,
     ) -> None:
+        refuse_bad_arguments(
+            phase=phase,
+            roles=roles,
+            scopes=scopes,
+            only_roles=only_roles,
+            exclude=exclude,
+            compute_ops=compute_ops,
+            topology=topology,
+            kinds=kinds,
+        )
         self._plans = plans
         self._options = options
         self._enabled = enabled
@@ -196,7 +209,8 @@ class FsdpBucketingPass:
                 applied.take_back()
             raise
         if applied is None or plan is None:
-            _LOG.info("bucketing skipped: %s", reason)
+            # Scopes that fit no collective of a whole step are a mistake more often than not.
+            _LOG.warning("%s", reason)
         else:
             self._tell(applied, plan)
         return gm

@@ -23,6 +23,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, Self
 
@@ -34,12 +35,15 @@ from torch import fx
 from torch._guards import CompileContext
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from bucketplan_client.arguments import refuse_bad_arguments
 from bucketplan_client.capture.binding import Skipped
 from bucketplan_client.capture.describe import ScopeLike, describe_graph
 from bucketplan_client.errors import ClientError, PassFailed, Where
 from bucketplan_client.first_execution import FirstExecution, comparing, insert_comparison
 from bucketplan_client.inductor_options import (
     CompileConflict,
+    hook_without,
+    passes_of,
     refuse_conflicts,
     refuse_undone_settings,
     settings_of,
@@ -49,6 +53,7 @@ from bucketplan_client.passes import LocalPlans, PlanSource, disabled_by_environ
 from bucketplan_client.reshard import mark_gathers
 from bucketplan_client.rewrite import REWRITER_VERSION
 from bucketplan_client.rewrite.apply import apply_plan
+from bucketplan_client.scopes import why_left_alone
 from bucketplan_core.collectives import Options
 from bucketplan_core.groups import group_digests
 from bucketplan_core.plan import Plan
@@ -63,6 +68,7 @@ __all__ = [
     "Installation",
     "ReshardPass",
     "RewrittenGraph",
+    "current_installation",
     "graph_phase",
     "install",
 ]
@@ -75,6 +81,7 @@ ABORT_STATUS = 70
 OnError = Literal["abort", "raise"]
 Mode = Literal["bucketed", "unbucketed"]
 _LOCAL_EPOCH = "local"
+_HOOK = "post_grad_custom_post_pass"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +110,7 @@ class RewrittenGraph:
     @property
     def num_launches(self) -> int:
         """Launches of the candidates after the rewrite."""
-        return 0 if self.plan is None else len(self.plan.decision.buckets)
+        return self.num_candidates if self.plan is None else len(self.plan.decision.buckets)
 
 
 def graph_phase(graph: fx.Graph) -> Literal["forward", "backward"]:
@@ -118,7 +125,13 @@ def graph_phase(graph: fx.Graph) -> Literal["forward", "backward"]:
 
 
 class _InstalledPass(CustomGraphPass):
-    """A pass that stays itself when Inductor copies its options: it holds connections and locks."""
+    """A pass that stays itself when Inductor copies its options: it holds connections and locks.
+
+    `removed` switches it off for good. Somebody's own patch of the options, left after the uninstallation, may put a
+    pass back into its hook; it must then do nothing, and its key must not be that of graphs it did something to.
+    """
+
+    removed = False
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
@@ -149,11 +162,27 @@ class BucketingPass(_InstalledPass):
         on_graph: Callable[[RewrittenGraph], None] | None = None,
     ) -> None:
         """`reshard` is None, or what `ReshardPass` keeps gathered beside this pass; ranks must agree on that too."""
+        refuse_bad_arguments(
+            epoch=epoch,
+            mode=mode,
+            roles=roles,
+            scopes=scopes,
+            only_roles=only_roles,
+            exclude=exclude,
+            compute_ops=compute_ops,
+            topology=topology,
+            reshard=reshard,
+            on_error=on_error,
+        )
         topology = topology if topology is not None else topology_of(plans)
         self.graphs: list[RewrittenGraph] = []
+        self.called = False
+        """Whether Inductor gave it a graph."""
+        self.keyed = False
+        """Whether it was asked for its cache key, as for graphs that a compile cache then replays."""
         self._warned = False
         self._plans = plans
-        self._mode = mode
+        self.mode = mode
         self._on_error = on_error
         self._on_graph = on_graph
         self._compare = compare
@@ -190,17 +219,23 @@ class BucketingPass(_InstalledPass):
 
     def uuid(self) -> tuple[str, str, str]:
         """Inductor's cache key of this pass: the agreed fingerprint and this rank's own mapping of group names."""
+        if self.removed:
+            return ("bucketplan", "removed", "")
+        self.keyed = True
         return ("bucketplan", self.fingerprint, self._local_names)
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite `graph` in place by its plan; failures end the process or raise `PassFailed`, as `on_error` says."""
+        if self.removed:
+            return
+        self.called = True
         try:
             self._rewrite(graph)
         except Exception as error:
             _fail(error, self._on_error)
 
     def _rewrite(self, graph: fx.Graph) -> None:
-        if self._mode == "unbucketed":
+        if self.mode == "unbucketed":
             return
         refuse_conflicts()
         refuse_undone_settings()
@@ -211,11 +246,12 @@ class BucketingPass(_InstalledPass):
                 "the graph's module", None, "a graph without its module cannot be described", remedy="Report this"
             )
         description = _step("describe", lambda: describe_graph(module, phase=phase, **self._describing))
-        reason = description.why_nothing()
+        left_alone = why_left_alone(description.request, self._describing["scopes"])
+        reason = left_alone or description.why_nothing()
         plan: Plan | None = None
         statistics: Mapping[str, Mapping[str, int]] = {}
         # A graph with one candidate is planned too: the plan may move it.
-        if description.request.candidates:
+        if description.request.candidates and left_alone is None:
             plan = _step("plan", lambda: self._plans.plan(description.request, description.profile))
             statistics = _step("apply", lambda: apply_plan(description, plan, recompile=False)).statistics
             if self._compare is not None:
@@ -232,6 +268,18 @@ class BucketingPass(_InstalledPass):
             )
         )
 
+    def warn_if_outside_scopes(self) -> None:
+        """Log a warning if scopes were given and none of the graphs had a collective in one of them."""
+        scopes = self._describing["scopes"]
+        left_alone = [done for done in self.graphs if why_left_alone(done.request, scopes) is not None]
+        if left_alone and not self._warned and not any(done.plan for done in self.graphs):
+            self._warned = True
+            _LOG.warning(
+                "none of %d graphs has a collective in one of the scopes %s: nothing was bucketed",
+                len(self.graphs),
+                ", ".join(scope.name for scope in scopes),
+            )
+
     def _note(self, done: RewrittenGraph) -> None:
         self.graphs.append(done)
         if done.reason is None:
@@ -243,8 +291,8 @@ class BucketingPass(_InstalledPass):
                 done.plan.digest[:12] if done.plan is not None else "none",
                 done.signature[:12],
             )
-        elif done.phase == "backward" and not self._warned and not any(found.num_candidates for found in self.graphs):
-            # One forward without collectives is a fragment between graph breaks; a whole step without is a mistake.
+        elif done.phase == "backward" and not self._warned and not any(found.plan for found in self.graphs):
+            # One forward without a plan is a fragment between graph breaks; a whole step without is a mistake.
             self._warned = True
             _LOG.warning("%s graph: %s", done.phase, done.reason)
         else:
@@ -259,14 +307,19 @@ class ReshardPass(_InstalledPass):
     def __init__(
         self, *, keep_gathered: Sequence[str] = (), compute_ops: Collection[str] = (), on_error: OnError = "abort"
     ) -> None:
+        refuse_bad_arguments(keep_gathered=keep_gathered, compute_ops=compute_ops, on_error=on_error)
         self._keep_gathered = tuple(keep_gathered)
         self._compute_ops = frozenset(compute_ops)
         self._on_error = on_error
 
     def uuid(self) -> tuple[Any, ...]:
+        if self.removed:
+            return ("bucketplan-reshard", "removed")
         return ("bucketplan-reshard", CAPTURE_VERSION, self._keep_gathered, tuple(sorted(self._compute_ops)))
 
     def __call__(self, graph: fx.Graph) -> None:
+        if self.removed:
+            return
         try:
             num_marked = mark_gathers(graph, keep_gathered=self._keep_gathered, compute_ops=self._compute_ops)
         except Exception as error:
@@ -275,11 +328,28 @@ class ReshardPass(_InstalledPass):
 
 
 class Installation:
-    """An installed pass; `uninstall`, or leaving the ``with`` block, puts every option back as it was."""
+    """An installed pass; `uninstall`, or leaving the ``with`` block, puts every option back as it was.
 
-    def __init__(self, bucketing: BucketingPass, undo: contextlib.ExitStack) -> None:
+    A pass that somebody put into one of our hooks since then stays there.
+    """
+
+    def __init__(
+        self, bucketing: BucketingPass, undo: contextlib.ExitStack, hooks: Mapping[str, tuple[Any, _InstalledPass]]
+    ) -> None:
+        """`hooks` maps the name of each hook to the value that it was given and to our pass in it."""
         self.bucketing = bucketing
+        self.place = _caller()
+        """File and line that installed it."""
         self._undo = undo
+        self._hooks = hooks
+
+    def __repr__(self) -> str:
+        return f"<the bucketing pass installed at {self.place}, {'' if self.active else 'not '}active>"
+
+    @property
+    def active(self) -> bool:
+        """Whether it was not uninstalled yet."""
+        return not self.bucketing.removed
 
     @property
     def graphs(self) -> Sequence[RewrittenGraph]:
@@ -287,8 +357,43 @@ class Installation:
         return self.bucketing.graphs
 
     def uninstall(self) -> None:
-        """Take the pass out; what was compiled stays compiled."""
+        """Take the pass out; what was compiled stays compiled. Says so at warning level if it was passed by."""
+        if not self.active:
+            return
+        if self.bucketing.mode == "bucketed" and sys.exc_info()[0] is None:
+            self._warn_if_passed_by()
+        changed = {}
+        for hook, (given, ours) in self._hooks.items():
+            ours.removed = True
+            if getattr(inductor_config, hook) is not given:
+                changed[hook] = hook_without(getattr(inductor_config, hook), _is_removed)
         self._undo.close()
+        for hook, value in changed.items():
+            setattr(inductor_config, hook, value)
+
+    def _warn_if_passed_by(self) -> None:
+        now = getattr(inductor_config, _HOOK)
+        if self.bucketing not in passes_of(now):
+            _LOG.warning(
+                "torch._inductor.config.%s was set to %r after %r: what was compiled since then is not bucketed. "
+                "Set it before install(), which lets the pass that it finds there run first",
+                _HOOK,
+                now,
+                self,
+            )
+        elif self.bucketing.called:
+            self.bucketing.warn_if_outside_scopes()
+        elif self.bucketing.keyed:
+            _LOG.info("no graph was compiled anew: a compile cache was asked for the graphs of %r", self)
+        else:
+            _LOG.warning(
+                "nothing went through %r, neither a graph to compile nor a look into a compile cache for one. If a "
+                "model ran in compiled form, then it was compiled before (install first, and call the model for the "
+                "first time while the pass is installed), in another thread (install in that one), or with a hook of "
+                "its own (set %s in torch._inductor.config before install() instead of in torch.compile's options)",
+                self,
+                _HOOK,
+            )
 
     def __enter__(self) -> Installation:
         return self
@@ -326,13 +431,18 @@ def install(
 
     `on_error` says what a failure does. ``abort`` ends the process with status `ABORT_STATUS` after printing the error:
     an exception can be caught, and a rank that goes on without its plan makes the others hang. ``raise`` raises, and so
-    does ``abort`` where there is one rank. A pass that is installed already keeps running, before ours. Raises
-    `CompileConflict` beside Inductor's own bucketing or options of Dynamo that hide failures.
+    does ``abort`` where there is one rank. A pass that is in the hook already keeps running, before ours.
+
+    A graph without a collective in any of the given `scopes`, such as a fragment between graph breaks, is left alone
+    under strategy `module`. Raises `BadArgument`, and `CompileConflict` beside Inductor's own bucketing, options of
+    Dynamo that hide failures, or an installation of this thread that was not taken out (`current_installation`).
     """
     source = plans if plans is not None else LocalPlans()
     _check(source, options, epoch)
+    refuse_bad_arguments(keep_gathered=keep_gathered)
     refuse_conflicts()
-    wanted = mode or ("unbucketed" if disabled_by_environment() else "bucketed")
+    _refuse_second()
+    wanted = mode if mode is not None else ("unbucketed" if disabled_by_environment() else "bucketed")
     bucketing = BucketingPass(
         source,
         options=options,
@@ -349,20 +459,58 @@ def install(
         on_error=on_error,
         on_graph=on_graph,
     )
-    changes: dict[str, Any] = {
-        **settings_of(inductor_config),
-        "post_grad_custom_post_pass": _after(inductor_config.post_grad_custom_post_pass, bucketing),
-    }
+    ours: dict[str, _InstalledPass] = {_HOOK: bucketing}
     if reshard_after_forward:
-        marking = ReshardPass(keep_gathered=keep_gathered, compute_ops=compute_ops, on_error=on_error)
-        changes["joint_custom_post_pass"] = _after(inductor_config.joint_custom_post_pass, marking)
-    undo = contextlib.ExitStack()
-    if compare is not None:
-        undo.enter_context(comparing(compare, lambda error: _fail(error, on_error)))
-    undo.enter_context(inductor_config.patch(changes))
-    # Past the recompile limit Dynamo runs eagerly, and it does so rank by rank.
-    undo.enter_context(dynamo_config.patch(fail_on_recompile_limit_hit=True))
-    return Installation(bucketing, undo)
+        ours["joint_custom_post_pass"] = ReshardPass(
+            keep_gathered=keep_gathered, compute_ops=compute_ops, on_error=on_error
+        )
+    hooks = {
+        name: (_after(hook_without(getattr(inductor_config, name), _is_removed), one), one)
+        for name, one in ours.items()
+    }
+    changes: dict[str, Any] = {**settings_of(inductor_config), **{name: hook for name, (hook, _) in hooks.items()}}
+    with contextlib.ExitStack() as undo:
+        if compare is not None:
+            undo.enter_context(comparing(compare, lambda error: _fail(error, on_error)))
+        undo.enter_context(inductor_config.patch(changes))
+        # Past the recompile limit Dynamo runs eagerly, and it does so rank by rank.
+        undo.enter_context(dynamo_config.patch(fail_on_recompile_limit_hit=True))
+        installation = Installation(bucketing, undo.pop_all(), hooks)
+    _installation.set(installation)
+    return installation
+
+
+_installation: ContextVar[Installation | None] = ContextVar("bucketplan_installation", default=None)
+
+
+def current_installation() -> Installation | None:
+    """The installation of this thread that was not taken out yet, None where there is none."""
+    found = _installation.get()
+    return found if found is not None and found.active else None
+
+
+def _refuse_second() -> None:
+    earlier = current_installation()
+    others = [one for one in passes_of(getattr(inductor_config, _HOOK)) if isinstance(one, BucketingPass)]
+    if earlier is not None or any(not one.removed for one in others):
+        raise CompileConflict(
+            f"torch._inductor.config.{_HOOK}",
+            "a BucketingPass" if earlier is None else repr(earlier),
+            "a second pass would plan again what the first one has fused",
+            remedy="Take the earlier one out first (leave its with block, or call current_installation().uninstall())",
+        )
+
+
+def _is_removed(one: Any) -> bool:
+    return isinstance(one, _InstalledPass) and one.removed
+
+
+def _caller() -> str:
+    """File and line of the innermost frame outside this package."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("bucketplan_client."):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _check(plans: PlanSource, options: Options, epoch: str | None) -> None:
@@ -398,6 +546,7 @@ class _InTurn(_InstalledPass):
     def __init__(self, first: Any, second: CustomGraphPass) -> None:
         self._first = first
         self._second = second
+        self.bucketplan_links = (first, second)
 
     def uuid(self) -> Any:
         """None, which keeps Inductor from caching, where the first pass has no identity."""
