@@ -1,18 +1,25 @@
 """Every error has one body, in whichever encoding and from whichever layer it comes."""
 
 import asyncio
+import socket
 
 import httpx
 import pytest
+import uvicorn
+from starlette.requests import Request
 
 from bucketplan_core.wire import from_json, pack, unpack
 from bucketplan_server.access.authenticate import Access
 from bucketplan_server.access.tokens import TokenTable
+from bucketplan_server.http.app import build_app
 from bucketplan_server.http.front import Front
 from bucketplan_server.memory import EpochMemory, PlanMemory
 from bucketplan_server.metrics import Metrics
 from bucketplan_server.problems import PROBLEMS
+from bucketplan_server.serve import open_state
+from bucketplan_server.settings import Settings
 from tests.support.documents import MSGPACK, plan_body, small_request
+from tests.support.inprocess import front_of
 
 WRONG = pack({"profile": None, "request": small_request(201).encoded, "signature": small_request(202).signature})
 CALLS = {
@@ -75,3 +82,41 @@ def test_a_fault_of_the_server_has_the_same_shape_and_hides_its_reason(encoding)
     check_shape(answer, "internal", encoding)
     assert b"secret" not in answer.content
     assert answer.headers["x-request-id"].encode() in answer.content
+
+
+async def raising(request: Request) -> None:
+    await request.body()
+    raise RuntimeError("secret detail")
+
+
+@pytest.mark.parametrize("encoding", ["json", "msgpack"])
+def test_a_route_that_raises_is_answered_as_a_problem_on_a_connection_that_goes_on(tmp_path, encoding):
+    async def call() -> tuple[list[httpx.Response], list[object]]:
+        async with open_state(Settings(database=str(tmp_path / "store.db"), planner_processes=1)) as state:
+            app = build_app(state)
+            app.add_api_route("/v1/raising", raising, methods=["GET", "POST"])
+            with socket.create_server(("127.0.0.1", 0)) as listening:
+                front = front_of(state, app)
+                server = uvicorn.Server(uvicorn.Config(front, http="httptools", lifespan="off", log_config=None))
+                serving = asyncio.create_task(server.serve(sockets=[listening]))
+                url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+                headers = {"Accept": f"application/{encoding}", "X-Request-Id": "r-17"}
+                async with httpx.AsyncClient(base_url=url, headers=headers) as client:
+                    answers = [
+                        await client.get("/v1/raising"),
+                        await client.post("/v1/raising", content=bytes(1000)),
+                        await client.get("/healthz", headers={"Accept": "application/json"}),
+                    ]
+                    ports = [answer.extensions["network_stream"].get_extra_info("client_addr") for answer in answers]
+                server.should_exit = True
+                await serving
+        return answers, ports
+
+    (*failed, after), ports = asyncio.run(call())
+    for answer in failed:
+        check_shape(answer, "internal", encoding)
+        assert b"secret" not in answer.content
+        assert answer.headers["x-request-id"] == "r-17"
+        assert b"r-17" in answer.content
+    assert after.status_code == 200
+    assert len(set(ports)) == 1

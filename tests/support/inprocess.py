@@ -10,6 +10,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 import httpx
+from starlette.types import ASGIApp
 
 from bucketplan_server.http.app import build_app
 from bucketplan_server.http.front import Front
@@ -27,7 +28,7 @@ class InProcess:
         self._runner = runner
         self.states = states
         self._clients = [
-            httpx.AsyncClient(transport=httpx.ASGITransport(_front(state)), base_url="http://in.process")
+            httpx.AsyncClient(transport=httpx.ASGITransport(front_of(state)), base_url="http://in.process")
             for state in states
         ]
 
@@ -60,9 +61,10 @@ def in_process(databases: Sequence[str], **settings: Any) -> Iterator[InProcess]
             runner.run(stack.aclose())
 
 
-def _front(state: AppState) -> Front:
+def front_of(state: AppState, app: ASGIApp | None = None) -> Front:
+    """What a server of `state` serves; `app` takes the place of its own routes."""
     return Front(
-        build_app(state),
+        build_app(state) if app is None else app,
         access=state.access,
         memory=state.plans.memory,
         epochs=state.plans.epochs,

@@ -5,8 +5,10 @@ from __future__ import annotations
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from bucketplan_server import __version__
 from bucketplan_server.access.authenticate import login_redirect, refusal_reason
@@ -25,9 +27,19 @@ Bodies are MessagePack (`application/msgpack`) or JSON (`application/json`) by `
 problem details (RFC 9457) in either encoding."""
 
 
+class _Application(FastAPI):
+    """FastAPI without the layer that answers an unexpected exception in plain text: the front has the last word."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        outermost = super().build_middleware_stack()
+        # It would answer and then raise all the same, upon which the protocol server cuts the connection.
+        assert isinstance(outermost, ServerErrorMiddleware)
+        return outermost.app
+
+
 def build_app(state: AppState) -> FastAPI:
     """The application behind the front; `state` carries the parts that routes use."""
-    app = FastAPI(
+    app = _Application(
         title="bucketplan",
         version=__version__,
         description=_DESCRIPTION,
