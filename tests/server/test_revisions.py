@@ -1,6 +1,7 @@
 """Replans and plans by hand become revisions, activation moves a pointer, open attempts keep what they have."""
 
 import asyncio
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -33,6 +34,14 @@ def plan(client: httpx.Client, signature: str, **headers: str) -> Plan:
     answer = client.get(f"/v1/plans/{signature}", headers=MSGPACK | headers)
     assert answer.status_code == 200, answer.content
     return Plan.decode(answer.content, expected_signature=signature)
+
+
+def entries(tree: object, where: tuple[object, ...] = ()) -> Iterator[tuple[object, ...]]:
+    """The place of the first entry of every list, and of every key."""
+    keys = list(tree) if isinstance(tree, dict) else [0] if isinstance(tree, list) and tree else []
+    for key in keys:
+        yield (*where, key)
+        yield from entries(tree[key], (*where, key))
 
 
 class TestReplanning:
@@ -103,6 +112,37 @@ class TestByHand:
         assert problem["type"] == "urn:bucketplan:problem:illegal-plan"
         assert problem["rule"] == rule
         assert problem["members"]
+
+    @pytest.mark.parametrize(
+        ("buckets", "path"),
+        [
+            ([[]], "body.buckets[0]"),
+            ([[0, 1], []], "body.buckets[1]"),
+            ([[-1]], "body.buckets[0][0]"),
+            ([[2**63 - 1], [True]], "body.buckets[1][0]"),
+            ([["0"]], "body.buckets[0][0]"),
+            ([[[0]]], "body.buckets[0][0]"),
+            ([{"0": 1}], "body.buckets[0]"),
+            ({}, "body.buckets"),
+            (None, "body.buckets"),
+        ],
+    )
+    def test_buckets_that_are_no_lists_of_candidates_are_named(self, client, buckets, path):
+        request = known(client, 415)
+        answer = send(client, request.signature, "revisions", buckets=buckets)
+        assert (answer.status_code, unpack(answer.content).get("path")) == (400, path)
+
+    @pytest.mark.parametrize("value", [None, -1, NUM, []])
+    def test_a_decision_with_one_entry_replaced_is_never_a_fault_of_the_server(self, client, value):
+        request = known(client, 416)
+        for where in entries(plan(client, request.signature).decision.to_wire()):
+            tree = plan(client, request.signature).decision.to_wire()
+            inner = tree
+            for key in where[:-1]:
+                inner = inner[key]
+            inner[where[-1]] = value
+            answer = send(client, request.signature, "revisions", decision=tree)
+            assert answer.status_code in (201, 400, 422), (where, value, answer.content)
 
     def test_an_illegal_decision_is_refused(self, client):
         request = known(client, 413)

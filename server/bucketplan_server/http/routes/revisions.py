@@ -177,9 +177,11 @@ def _document(request: Request, encoded: bytes) -> Response:
 
 def _buckets(value: WireValue) -> tuple[tuple[int, ...], ...]:
     fields = Fields({"buckets": value}, "body")
-    return tuple(
-        fields.column_ints("buckets", fields.column_length("buckets", limit=MAX_CANDIDATES), limit=MAX_CANDIDATES)
-    )
+    read = fields.column_ints("buckets", fields.column_length("buckets", limit=MAX_CANDIDATES), limit=MAX_CANDIDATES)
+    for number, bucket in enumerate(read):
+        if not bucket:
+            raise DecodeError(f"body.buckets[{number}]", [], "must hold at least one candidate; leave it out")
+    return tuple(read)
 
 
 def _readable(row: RevisionRow, caller: Principal) -> dict[str, WireValue]:
