@@ -28,6 +28,7 @@ from bucketplan_server.access.authenticate import is_public
 from bucketplan_server.access.tokens import Token, TokenTable, hash_token, new_token
 from bucketplan_server.http.app import build_app
 from bucketplan_server.settings import SettingsError, check_tls, load_settings
+from tests.server.test_profiles import measured
 from tests.support.documents import MSGPACK, plan_body, profile_of, small_request
 from tests.support.paths import ROOT
 from tests.support.postgres import running_postgres
@@ -383,6 +384,13 @@ class TestNamespaces:
             assert others not in json.dumps(events)
             assert not [event for event in events if event["kind"].startswith("token.")]
         assert guarded.call("a-auditor", "GET", "/v1/events/verify").status_code == 403
+
+    def test_figures_that_every_namespace_takes_are_not_one_namespaces_to_change(self, guarded):
+        body = {"profile": measured("shared"), "reason": "r"}
+        answers = [guarded.call(token, "PUT", "/v1/profiles/shared", json=body) for token in ("a-operator", "operator")]
+        assert [answer.status_code for answer in answers] == [403, 201]
+        assert "without one" in answers[0].json()["detail"]
+        assert guarded.call("a-auditor", "GET", "/v1/profiles/shared").json()["version"] == 1
 
     def test_activation_stays_in_the_namespace(self, guarded, signature):
         added = guarded.post(

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from bucketplan_core.errors import BucketplanError, DecodeError
 from bucketplan_core.presets import MeasuredProfile
 from bucketplan_core.wire import WireValue
-from bucketplan_server.access import needs
+from bucketplan_server.access import Caller, needs
 from bucketplan_server.http.answers import answer, wanted_encoding
 from bucketplan_server.http.bodies import read_document
 from bucketplan_server.http.describe import DIGEST, body_of, both, obj, problems
@@ -103,13 +103,14 @@ async def get_profile(
         ),
     },
 )
-async def put_profile(request: Request, state: State, name: Name) -> Response:
+async def put_profile(request: Request, state: State, caller: Caller, name: Name) -> Response:
     encoding = wanted_encoding(request, default=body_encoding(request.headers.get("content-type")))
     fields = await read_document(request)
     try:
         cause = cause_of(request, fields.name("reason"))
         profile = MeasuredProfile.from_wire(fields.raw("profile"), "body.profile")
         fields.finish()
+        caller.everything("the attempts of every namespace take the figures of a profile")
         if profile.name != name:
             raise DecodeError("body.profile.name", profile.name, f"must be {name!r}, as in the address")
     except BucketplanError as error:
