@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from playwright.sync_api import Browser, Page, Request, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, Request, sync_playwright
 
 _REFUSED = re.compile(r"Failed to load resource: the server responded with a status of (\d+)")
 
@@ -43,3 +43,9 @@ def watched_tab(browser: Browser, url: str, *, refusals: frozenset[int] = frozen
         page.on("dialog", lambda dialog: wrong.append("a script of a name ran"))
         yield page
         assert not wrong, wrong
+
+
+def follow(link: Locator) -> None:
+    """Click what leads to another page, and return when that page has loaded."""
+    with link.page.expect_navigation():
+        link.click()

@@ -28,7 +28,7 @@ from bucketplan_core.wire import pack, unpack
 from bucketplan_server import cli_tokens
 from bucketplan_server.settings import load_settings
 from tests.benchmarks.bench_planner import generate
-from tests.support.browser import chromium
+from tests.support.browser import chromium, follow
 from tests.support.documents import MSGPACK, plan_body
 from tests.support.graphs import graph_names, load_graph
 from tests.support.paths import ROOT
@@ -166,7 +166,7 @@ def _pictures(folder: Path, shown: Fleet, browser: Browser) -> Iterator[Path]:
     plan = f"/plans/{shown.plan}"
     with _tab(browser, shown, _WIDTH) as tab:
         tab.goto("/events")
-        tab.get_by_role("button", name="Verify now").click()
+        follow(tab.get_by_role("button", name="Verify now"))
         yield _save(tab, folder / "audit-log.png", height=900)
         tab.goto("/")
         yield _save(tab, folder / "overview.png", height=1_000)
@@ -194,7 +194,7 @@ def _tab(browser: Browser, shown: Fleet, width: int, scheme: Any = "light") -> I
         tab = context.new_page()
         tab.goto("/login")
         tab.get_by_label("Token").fill(shown.operator)
-        tab.get_by_role("button", name="Sign in").click()
+        follow(tab.get_by_role("button", name="Sign in"))
         tab.get_by_role("button", name="Log out").wait_for()
         yield tab
 

@@ -16,7 +16,7 @@ from bucketplan_core.collectives import Options
 from bucketplan_core.wire import pack, unpack
 from bucketplan_server import cli_tokens
 from bucketplan_server.settings import load_settings
-from tests.support.browser import watched_tab
+from tests.support.browser import follow, watched_tab
 from tests.support.documents import MSGPACK, plan_body, profile_of, small_request
 from tests.support.server import RunningServer, running_server
 
@@ -115,8 +115,7 @@ def sign_in(tab: Page, secret: str) -> None:
     if "/login" not in tab.url:
         tab.goto("/login")
     tab.get_by_label("Token").fill(secret)
-    with tab.expect_navigation():
-        tab.get_by_role("button", name="Sign in").click()
+    follow(tab.get_by_role("button", name="Sign in"))
 
 
 @pytest.fixture
@@ -148,7 +147,7 @@ def test_paging_shows_everything_once(operator, guarded, address, expected):
         following = operator.locator(".pager a[rel=next]")
         if not following.count():
             break
-        following.first.click()
+        follow(following.first)
     assert len(seen) == len(set(seen)) == expected
 
 
@@ -166,7 +165,7 @@ def test_a_stranger_signs_in_arrives_and_signs_out(chromium, guarded):
         (cookie,) = tab.context.cookies()
         assert (cookie["httpOnly"], cookie["sameSite"], cookie["path"]) == (True, "Strict", "/")
         assert tab.evaluate("document.cookie") == ""
-        tab.get_by_role("button", name="Log out").click()
+        follow(tab.get_by_role("button", name="Log out"))
         assert tab.context.cookies() == []
         tab.goto(wanted)
         assert "/login?next=" in tab.url
@@ -183,7 +182,7 @@ def test_an_auditor_may_verify_and_not_change(chromium, guarded):
     with signed_in(chromium, guarded, "auditor", 403) as tab:
         tab.goto("/events")
         tab.get_by_label("plan every revision again, too").check()
-        tab.get_by_role("button", name="Verify now").click()
+        follow(tab.get_by_role("button", name="Verify now"))
         assert "The chain holds" in tab.locator("#verification").inner_text()
         assert f"{NUM_PLANS}" in tab.locator("#verification").inner_text()
         tab.goto(f"/plans/{signature}")
@@ -204,12 +203,12 @@ def preview(tab: Page, signature: str, revision: int, *, job: str = "", reason: 
     tab.locator("select#revision").select_option(str(revision))
     tab.locator("#activate-job").fill(job)
     tab.locator("#activate-reason").fill(reason)
-    tab.get_by_role("button", name="Preview the activation").click()
+    follow(tab.get_by_role("button", name="Preview the activation"))
     assert "Nothing is changed yet" in tab.locator("main").inner_text()
 
 
 def confirm(tab: Page) -> None:
-    tab.get_by_role("button", name="Confirm and activate").click()
+    follow(tab.get_by_role("button", name="Confirm and activate"))
 
 
 def with_two_revisions(guarded: Guarded, number: int) -> str:
@@ -265,14 +264,14 @@ def test_what_changed_since_the_attempt_before_is_three_clicks_away(operator, gu
     guarded.done("operator", "POST", f"/v1/plans/{overridden}/activate", body)
     guarded.start("changes", [new, new], strategy="none")
     operator.goto("/")
-    operator.get_by_role("link", name="Jobs", exact=True).click()
-    operator.get_by_role("row", name="changes").get_by_role("link", name="Attempt 2").click()
+    follow(operator.get_by_role("link", name="Jobs", exact=True))
+    follow(operator.get_by_role("row", name="changes").get_by_role("link", name="Attempt 2"))
     rows = operator.locator("#since ~ .scroll tbody tr").all_inner_texts()
     changed = {row.split("\t")[0]: row.split("\t")[1:] for row in rows}
     assert changed["option strategy"][:2] == ["size", "none"]
     assert changed["graph joint 0"][:2] == [old[:12], new[:12]]
     assert overridden[:12] in "".join(changed["plan that is served"])
-    operator.get_by_role("link", name="Compare", exact=True).last.click()
+    follow(operator.get_by_role("link", name="Compare", exact=True).last)
     assert "input_shape" in operator.locator("main").inner_text()
 
 
@@ -311,7 +310,7 @@ def test_a_namespace_sees_its_own_jobs_only(chromium, guarded):
         preview_of_everyone = guarded.signatures[2]
         tab.goto(f"/plans/{preview_of_everyone}")
         tab.locator("#activate-reason").fill("mine")
-        tab.get_by_role("button", name="Preview the activation").click()
+        follow(tab.get_by_role("button", name="Preview the activation"))
         assert "served to every namespace" in tab.get_by_role("alert").inner_text()
     with signed_in(chromium, guarded, "auditor") as tab:
         tab.goto("/jobs?name=secret")

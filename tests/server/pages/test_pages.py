@@ -14,7 +14,7 @@ from bucketplan_core.presets import GroupShape, resolve_preset
 from bucketplan_core.request import Request
 from bucketplan_server.pages import attempt, change, fleet, plan, session
 from bucketplan_server.pages.session import local_path
-from tests.support.browser import watched_tab
+from tests.support.browser import follow, watched_tab
 from tests.support.documents import MSGPACK, plan_body, profile_of, small_request
 from tests.support.paths import ROOT
 from tests.support.server import RunningServer, running_server
@@ -106,10 +106,10 @@ def test_a_replan_is_previewed_then_confirmed(tab, served):
     tab.goto(f"/plans/{signature}")
     tab.get_by_label("Strategy").select_option("none")
     tab.locator("#replan-reason").fill("buckets off <b>today</b>")
-    tab.get_by_role("button", name="Preview the new plan").click()
+    follow(tab.get_by_role("button", name="Preview the new plan"))
     assert "Nothing is changed yet" in tab.content()
     assert len(httpx.get(f"{served[0].url}/v1/plans/{signature}/revisions").json()["revisions"]) == 1
-    tab.get_by_role("button", name="Confirm and activate").click()
+    follow(tab.get_by_role("button", name="Confirm and activate"))
     assert "revision 2" in tab.title()
     listed = httpx.get(f"{served[0].url}/v1/plans/{signature}/revisions").json()["revisions"]
     assert [row["active_for"] for row in listed] == [[], [""]]
@@ -118,7 +118,7 @@ def test_a_replan_is_previewed_then_confirmed(tab, served):
 
 def test_three_clicks_lead_to_the_rank_that_differs(tab, served):
     tab.goto("/")
-    tab.get_by_role("link", name="Attempt 2").click()
+    follow(tab.get_by_role("link", name="Attempt 2"))
     text = tab.locator("section.callout").inner_text()
     assert "rank 2" in text
     assert "input_shape" in text
@@ -127,14 +127,14 @@ def test_three_clicks_lead_to_the_rank_that_differs(tab, served):
 def test_search_finds_a_plan_by_its_parameter(tab, served):
     tab.goto("/plans")
     tab.get_by_label("Parameter contains").fill("emoji")
-    tab.get_by_role("button", name="Filter").click()
+    follow(tab.get_by_role("button", name="Filter"))
     assert tab.locator("tbody tr").count() == 1
     assert served[1][2][:12] in tab.locator("tbody").inner_text()
 
 
 def test_the_log_is_verified_from_its_page(tab, served):
     tab.goto("/events")
-    tab.get_by_role("button", name="Verify now").click()
+    follow(tab.get_by_role("button", name="Verify now"))
     assert "The chain holds" in tab.locator("#verification").inner_text()
 
 
