@@ -20,11 +20,14 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 __all__ = [
+    "ABSOLUTE_VIEW_OPS",
     "CAST_OPS",
+    "COPYING_VIEW_OPS",
     "FREE_COMM_TYPES",
     "PREP_OPS",
     "VIEW_OPS",
     "TargetInfo",
+    "attribute_of",
     "changes_device",
     "packet_of",
     "target_info",
@@ -62,6 +65,25 @@ VIEW_OPS = frozenset(
     }
 )
 """Pure views: looked through behind a wait, and moved with it."""
+
+COPYING_VIEW_OPS = frozenset({aten.reshape, aten.flatten})
+"""Views that copy where the strides allow for no view: what they return is what they read when they ran."""
+
+ABSOLUTE_VIEW_OPS = frozenset(
+    {
+        aten.as_strided,
+        aten.as_strided_,
+        aten.as_strided_copy,
+        aten.as_strided_scatter,
+        aten.set,
+        aten.set_,
+        aten.storage_offset,
+        aten.sym_storage_offset,
+        prims.as_strided,
+        prims.as_strided_scatter,
+    }
+)
+"""What reads storage at an offset from its beginning, or the offset itself, rather than relative to the tensor."""
 
 PREP_OPS = (
     VIEW_OPS
@@ -105,7 +127,74 @@ _PURE_OPERATORS = frozenset(
         "triton_kernel_wrapper_functional",
     }
 )
-_UNANNOTATED_VIEWS = frozenset({aten._unsafe_view})
+_RUNS_OTHER_OPERATORS = _PURE_OPERATORS - {
+    "flex_attention",
+    "flex_attention_backward",
+    "triton_kernel_wrapper_functional",
+}
+_FUNCTIONALIZING = frozenset({"auto_functionalized", "auto_functionalized_v2"})
+"""Clone what the wrapped operator would write, so that of its effects only communication is left."""
+
+_UNMARKED_ALIASES: dict[str, tuple[str, ...]] = {
+    "aten::_lazy_clone": ("self",),
+    "aten::_unsafe_view": ("self",),
+    "aten::lift": ("self",),
+    "aten::native_dropout": ("input",),
+    "aten::set": ("source",),
+    "aten::set_": ("source",),
+    "aten::unsafe_split": ("self",),
+    "aten::unsafe_split_with_sizes": ("self",),
+    "inductor::_alloc_from_pool": ("self",),
+    "inductor::_reinterpret_tensor": ("self",),
+    "inductor::accumulate_grad_": ("variable", "variable_grad", "new_grad"),
+}
+"""Arguments whose storage results share without saying so in the schema."""
+
+_RUNNING_STATISTICS = ("running_mean", "running_var")
+_UNMARKED_WRITES: dict[str, tuple[str, ...]] = {
+    "aten::_batch_norm_impl_index": _RUNNING_STATISTICS,
+    "aten::batch_norm": _RUNNING_STATISTICS,
+    "aten::batch_norm_gather_stats": _RUNNING_STATISTICS,
+    "aten::batch_norm_gather_stats_with_counts": _RUNNING_STATISTICS,
+    "aten::batch_norm_update_stats": _RUNNING_STATISTICS,
+    "aten::cudnn_batch_norm": _RUNNING_STATISTICS,
+    "aten::instance_norm": _RUNNING_STATISTICS,
+    "aten::miopen_batch_norm": _RUNNING_STATISTICS,
+    "aten::native_batch_norm": _RUNNING_STATISTICS,
+    "inductor::accumulate_grad_": ("variable", "variable_grad"),
+    "inductor::resize_storage_bytes_": ("variable",),
+}
+"""Arguments that are written, resized or freed without a mark in the schema; whether in training is not asked."""
+
+_ALLOCATING_COMPOSITES = frozenset(
+    {
+        "aten::_fused_rms_norm",
+        "aten::argsort",
+        "aten::avg_pool1d",
+        "aten::bilinear",
+        "aten::conv1d",
+        "aten::conv2d",
+        "aten::conv3d",
+        "aten::conv_transpose1d",
+        "aten::conv_transpose2d",
+        "aten::conv_transpose3d",
+        "aten::cross_entropy_loss",
+        "aten::group_norm",
+        "aten::layer_norm",
+        "aten::linear",
+        "aten::log_softmax",
+        "aten::matmul",
+        "aten::one_hot",
+        "aten::rms_norm",
+        "aten::scaled_dot_product_attention",
+        "aten::softmax",
+        "aten::std",
+        "aten::var",
+    }
+)
+"""Composite operators that never return an input or a view of one; any other without marks may (eval-mode dropout,
+`sum_to_size`, `einsum` of one operand).
+"""
 _PURE_OPERATOR_NAMES = frozenset(
     {
         "abs",
@@ -131,9 +220,13 @@ _PURE_OPERATOR_NAMES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class TargetInfo:
-    """`writes` and `aliases` name arguments by (position, keyword); `everything` stands for all tensor arguments."""
+    """`writes` and `aliases` name arguments by (position, keyword); `everything` stands for all tensor arguments.
+
+    `reshapes` tells that a written argument may be another view afterwards, of its storage or of another's.
+    """
 
     barrier: bool = False
+    reshapes: bool = False
     writes: tuple[tuple[int, str], ...] = ()
     aliases: tuple[tuple[int, str], ...] = ()
     writes_everything: bool = False
@@ -141,7 +234,7 @@ class TargetInfo:
 
 
 _NOTHING = TargetInfo()
-_UNKNOWN = TargetInfo(barrier=True, writes_everything=True, aliases_everything=True)
+_UNKNOWN = TargetInfo(barrier=True, reshapes=True, writes_everything=True, aliases_everything=True)
 _ELEMENT = TargetInfo(aliases=((0, "a"),))
 _FREE = TargetInfo(writes=((0, "tensor"),))
 
@@ -157,6 +250,8 @@ def target_info(node: fx.Node, compute_ops: Collection[str] = ()) -> TargetInfo:
     if node.op == "call_function":
         if node.meta.get("comm_type") in FREE_COMM_TYPES:
             return _FREE
+        if isinstance(node.target, HigherOrderOperator) and node.target.name() in _PURE_OPERATORS:
+            return _higher_order_info(node, node.target.name(), frozenset(compute_ops))
         return _function_info(node.target, frozenset(compute_ops))
     if node.op == "call_method":
         return _method_info(str(node.target))
@@ -177,11 +272,9 @@ def _function_info(target: Callable[..., Any], compute_ops: frozenset[str]) -> T
         return infos[0] if infos else _UNKNOWN
     if isinstance(target, HigherOrderOperator):
         name = target.name()
-        if name in _PURE_OPERATORS:
-            return _NOTHING
         if name == "triton_kernel_wrapper_mutation":
-            return TargetInfo(writes_everything=True)
-        return _UNKNOWN
+            return TargetInfo(writes_everything=True)  # kernels see storage, not tensors
+        return _NOTHING if name in _PURE_OPERATORS - _RUNS_OTHER_OPERATORS else _UNKNOWN
     if target is operator.getitem:
         return _ELEMENT
     module, name = getattr(target, "__module__", None), getattr(target, "__name__", "")
@@ -203,9 +296,16 @@ def _schema_info(op: OpOverload, compute_ops: frozenset[str]) -> TargetInfo:
         aliases.append(key)
         if argument.alias_info.is_write:
             writes.append(key)
-    if op.overloadpacket in _UNANNOTATED_VIEWS:
-        aliases.append((0, schema.arguments[0].name))
     name = schema.name
+    marked = bool(aliases)
+    unmarked_aliases = _UNMARKED_ALIASES.get(name, ())
+    unmarked_writes = _UNMARKED_WRITES.get(name, ())
+    for position, argument in enumerate(schema.arguments):
+        key = (position, argument.name)
+        if argument.name in unmarked_aliases and key not in aliases:
+            aliases.append(key)
+        if argument.name in unmarked_writes and key not in writes:
+            writes.append(key)
     namespace = name.split("::", 1)[0]
     known = (
         namespace in _PURE_NAMESPACES
@@ -213,7 +313,71 @@ def _schema_info(op: OpOverload, compute_ops: frozenset[str]) -> TargetInfo:
         or name in compute_ops
         or f"{namespace}::*" in compute_ops
     )
-    return TargetInfo(barrier=not known, writes=tuple(writes), aliases=tuple(aliases))
+    return TargetInfo(
+        barrier=not known,
+        reshapes=torch.Tag.inplace_view in op.tags,
+        writes=tuple(writes),
+        aliases=tuple(aliases),
+        aliases_everything=not marked and _may_return_an_input(op),
+    )
+
+
+def _may_return_an_input(op: OpOverload) -> bool:
+    """Whether an operator without alias marks is put together of others, of which the last may be a view or none."""
+    name = op._schema.name
+    return (
+        name.startswith("aten::")
+        and name not in _ALLOCATING_COMPOSITES
+        and any(isinstance(result.type, torch.TensorType | torch.ListType) for result in op._schema.returns)
+        and torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+    )
+
+
+def _higher_order_info(node: fx.Node, name: str, compute_ops: frozenset[str]) -> TargetInfo:
+    """Effects of an operator that runs others, judged by what it runs; unknown where that cannot be seen."""
+    infos = []
+    for wrapped in _wrapped_targets(node):
+        if isinstance(wrapped, fx.GraphModule):
+            for inner in wrapped.graph.nodes:
+                if changes_device(inner):
+                    return _UNKNOWN
+                infos.append(target_info(inner, compute_ops))
+        else:
+            infos.append(_function_info(wrapped, compute_ops))
+    if any(info.barrier for info in infos) or (not infos and name in _RUNS_OTHER_OPERATORS):
+        return _UNKNOWN
+    if name in _FUNCTIONALIZING:
+        return _NOTHING
+    return TargetInfo(
+        reshapes=any(info.reshapes for info in infos),
+        writes_everything=any(info.writes or info.writes_everything for info in infos),
+        aliases_everything=any(info.aliases or info.aliases_everything for info in infos),
+    )
+
+
+def _wrapped_targets(node: fx.Node) -> list[Any]:
+    """Operators and graphs among the arguments of a higher-order operator, graphs by themselves or by attribute."""
+    found: list[Any] = []
+
+    def visit(value: Any) -> Any:
+        if isinstance(value, OpOverload | OpOverloadPacket | HigherOrderOperator | fx.GraphModule):
+            found.append(value)
+        elif isinstance(value, fx.Node) and value.op == "get_attr":
+            graph = attribute_of(value)
+            if isinstance(graph, fx.GraphModule):
+                found.append(graph)
+        return value
+
+    fx.node.map_aggregate((node.args, node.kwargs), visit)
+    return found
+
+
+def attribute_of(node: fx.Node) -> Any:
+    """What a `get_attr` reads from the live module, None where there is no module or no such attribute."""
+    found: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        found = getattr(found, part, None)
+    return found
 
 
 def _method_info(name: str) -> TargetInfo:

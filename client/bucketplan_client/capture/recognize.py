@@ -18,12 +18,15 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from bucketplan_client.capture.ops import (
+    ABSOLUTE_VIEW_OPS,
     CAST_OPS,
     FREE_COMM_TYPES,
     PREP_OPS,
     VIEW_OPS,
+    argument,
     argument_nodes,
     changes_device,
     packet_of,
@@ -345,6 +348,8 @@ def _storage_conflict(
                 return "storage-changed", f"{user.name!r} resizes, frees or replaces the result's storage"
             if _reads_wider(user, dtype):
                 return "wider-view", f"{user.name!r} views the result in wider elements, unaligned inside a bucket"
+            if _reads_at_offset(user):
+                return "absolute-view", f"{user.name!r} reads the result's storage at an offset from its beginning"
             if user in storage.position and storage.root(user) is root:
                 stack.append(user)
     return None
@@ -357,6 +362,25 @@ def _reads_wider(user: fx.Node, dtype: torch.dtype) -> bool:
         return True
     wanted = [value for value in (*user.args, *user.kwargs.values()) if isinstance(value, torch.dtype)]
     return packet is aten.view and any(found.itemsize > dtype.itemsize for found in wanted)
+
+
+def _reads_at_offset(user: fx.Node) -> bool:
+    """Whether `user` counts elements from the beginning of storage, where inside a bucket its first member lies."""
+    packet = packet_of(user)
+    if packet not in ABSOLUTE_VIEW_OPS:
+        return False
+    overloads = (
+        [user.target] if isinstance(user.target, OpOverload) else [getattr(packet, o) for o in packet.overloads()]
+    )
+    offsets = [
+        (position, name.name)
+        for overload in overloads
+        for position, name in enumerate(overload._schema.arguments)
+        if name.name == "storage_offset"
+    ]
+    if not offsets:
+        return packet in (aten.storage_offset, aten.sym_storage_offset)
+    return any(argument(user, key) is not None for key in offsets)
 
 
 def _changes_storage(user: fx.Node, root: fx.Node, storage: StorageMap, compute_ops: Collection[str]) -> bool:

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
-from bucketplan_client.capture.ops import argument_nodes, changes_device, target_info
+from bucketplan_client.capture.ops import argument_nodes, attribute_of, changes_device, target_info
 from bucketplan_client.capture.parse import is_functional_collective, is_wait
 
 __all__ = ["StorageMap"]
@@ -32,13 +33,16 @@ class StorageMap:
         writes: list[tuple[int, fx.Node]] = []
         by_fake_storage: dict[int, fx.Node] = {}
         by_attribute: dict[Any, fx.Node] = {}
+        reshaped: list[tuple[int, fx.Node]] = []
         for index, node in enumerate(nodes):
             self._parent[node] = node
             if node.op == "placeholder":
                 self._join_aliased_input(node, by_fake_storage)
                 continue
             if node.op == "get_attr":
-                self._join(node, by_attribute.setdefault(node.target, node))
+                for key in _attribute_keys(node):
+                    self._join(node, by_attribute.setdefault(key, node))
+                self._join_aliased_input(node, by_fake_storage)
                 continue
             if node.op == "output":
                 continue
@@ -60,22 +64,24 @@ class StorageMap:
                 writes.append((index, source))
             for key in info.writes:
                 writes.extend((index, source) for source in argument_nodes(node, key))
-        self._writes: dict[fx.Node, list[int]] = {}
-        for index, source in writes:
-            found = self._writes.setdefault(self.root(source), [])
+            if info.reshapes:
+                reshaped.extend((index, source) for source in node.all_input_nodes)
+        self._writes = self._by_root(writes)
+        self._reshaped = self._by_root(reshaped)
+
+    def _by_root(self, events: Sequence[tuple[int, fx.Node]]) -> dict[fx.Node, list[int]]:
+        by_root: dict[fx.Node, list[int]] = {}
+        for index, source in events:
+            found = by_root.setdefault(self.root(source), [])
             if not found or found[-1] != index:
                 found.append(index)
+        return by_root
 
     def _join_aliased_input(self, node: fx.Node, by_fake_storage: dict[int, fx.Node]) -> None:
         value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor):
-            return
-        try:
-            key = value.untyped_storage()._cdata
-        except (RuntimeError, NotImplementedError):
-            # Tensors without storage (sparse, wrapper subclasses) cannot be told apart this way.
-            return
-        self._join(node, by_fake_storage.setdefault(key, node))
+        storage = _storage_of(value) if isinstance(value, torch.Tensor) else None
+        if storage is not None:
+            self._join(node, by_fake_storage.setdefault(storage._cdata, node))
 
     def root(self, node: fx.Node) -> fx.Node:
         """The representative of the nodes that may share `node`'s storage."""
@@ -101,16 +107,45 @@ class StorageMap:
 
     def first_write_from(self, node: fx.Node, position: int) -> int | None:
         """Position of the first write of `node`'s storage at or after `position`, if any."""
-        writes = self._writes.get(self.root(node))
-        if not writes:
-            return None
-        at = bisect_left(writes, position)
-        return writes[at] if at < len(writes) else None
+        return _first_from(self._writes.get(self.root(node), ()), position)
+
+    def first_reshape_from(self, node: fx.Node, position: int) -> int | None:
+        """Position of the first call at or after `position` that may give a tensor on `node`'s storage another shape,
+        offset or storage in place.
+        """
+        return _first_from(self._reshaped.get(self.root(node), ()), position)
 
     def last_barrier_before(self, position: int) -> int | None:
         at = bisect_left(self.barriers, position)
         return self.barriers[at - 1] if at else None
 
     def first_barrier_from(self, position: int) -> int | None:
-        at = bisect_left(self.barriers, position)
-        return self.barriers[at] if at < len(self.barriers) else None
+        return _first_from(self.barriers, position)
+
+
+def _first_from(positions: Sequence[int], position: int) -> int | None:
+    at = bisect_left(positions, position)
+    return positions[at] if at < len(positions) else None
+
+
+def _storage_of(value: torch.Tensor) -> torch.UntypedStorage | None:
+    """The storage of a tensor; none for those without (sparse, wrapper subclasses), which cannot be told apart."""
+    try:
+        return value.untyped_storage()
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _attribute_keys(node: fx.Node) -> list[Any]:
+    """What makes two `get_attr` one: their path, the live object, its storage, the memory behind its storage."""
+    keys: list[Any] = [node.target]
+    value = attribute_of(node)
+    if not isinstance(value, torch.Tensor):
+        return keys
+    keys.append(("object", id(value)))
+    storage = _storage_of(value)
+    if storage is not None:
+        keys.append(("storage", storage._cdata))
+        if value.device.type != "meta" and not isinstance(value, FakeTensor) and storage.data_ptr():
+            keys.append(("memory", value.device, storage.data_ptr()))
+    return keys

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from bucketplan_client.capture.binding import CandidateNodes
-from bucketplan_client.capture.ops import PREP_OPS, VIEW_OPS, changes_device, packet_of
+from bucketplan_client.capture.ops import COPYING_VIEW_OPS, PREP_OPS, VIEW_OPS, changes_device, packet_of
 from bucketplan_client.capture.parse import Collective
 from bucketplan_client.capture.recognize import Recognised, is_backward_node
 from bucketplan_client.capture.storage import StorageMap
@@ -107,8 +107,16 @@ def _own_prep(entry: Recognised, storage: StorageMap) -> list[fx.Node]:
 
 
 def _own_result(entry: Recognised, storage: StorageMap, owned_prep: Mapping[fx.Node, int]) -> list[fx.Node]:
+    """Views of the result that may be taken right behind the wait instead of where they stand.
+
+    A view reads no numbers and may pass a write of the storage that it views, unless it may be a copy, or the write
+    may have given the viewed tensor another shape.
+    """
     owned = {entry.wait}
     views: list[fx.Node] = []
+    wait_at = storage.position[entry.wait]
+    written = storage.first_write_from(entry.wait, wait_at)
+    reshaped = storage.first_reshape_from(entry.wait, wait_at)
     stack = [entry.wait]
     while stack:
         for user in stack.pop().users:
@@ -118,6 +126,8 @@ def _own_result(entry: Recognised, storage: StorageMap, owned_prep: Mapping[fx.N
                 or user.op != "call_function"
                 or packet_of(user) not in VIEW_OPS
                 or any(source not in owned for source in user.all_input_nodes)
+                or (reshaped is not None and reshaped < storage.position[user])
+                or (packet_of(user) in COPYING_VIEW_OPS and written is not None and written < storage.position[user])
             ):
                 continue
             owned.add(user)
