@@ -58,7 +58,7 @@ class AttemptRequest:
             raise DecodeError(f"{fields.path}.options", options, "must be a map")
         held = fields.optional_submap("held_epoch")
         request = cls(
-            key=_short_name(fields, "key"),
+            key=fields.plain_text("key", limit=_MAX_NAME_CHARACTERS),
             participants=read_participants(fields.submap("participants")),
             options=options,
             topology=dict(read_topology(fields.submap("topology"))),
@@ -112,7 +112,7 @@ class RankReport:
         statistics = fields.submap("statistics")
         report = cls(
             rank=fields.integer("rank", high=MAX_RANK),
-            slot=_short_name(fields, "slot"),
+            slot=fields.plain_text("slot", limit=_MAX_NAME_CHARACTERS),
             ordinal=fields.integer("ordinal", high=MAX_RANK),
             uuid=fields.optional_text("uuid"),
             signature=fields.optional_digest("signature"),
@@ -162,12 +162,3 @@ def _ranks(value: WireValue, path: str) -> tuple[int, ...]:
     if len(set(value)) != len(value):
         raise DecodeError(path, value, "a rank stands twice in one group")
     return tuple(value)
-
-
-def _short_name(fields: Fields, key: str) -> str:
-    name = fields.name(key)
-    if len(name) > _MAX_NAME_CHARACTERS:
-        raise DecodeError(
-            f"{fields.path}.{key}", f"{len(name)} characters", f"at most {_MAX_NAME_CHARACTERS} characters are allowed"
-        )
-    return name

@@ -20,6 +20,8 @@ __all__ = ["MAX_STRING_CHARACTERS", "Fields"]
 MAX_STRING_CHARACTERS = 16_384
 """Longest name: parameter paths of generated models reach kilobytes; nothing legitimate reaches this."""
 _HEX_DIGEST = re.compile(r"[0-9a-f]{64}\Z")
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_CONTROLS_BUT_LINES = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 _INTS = frozenset({int})
 _TEXTS = frozenset({str})
 _FLAGS = frozenset({bool})
@@ -78,6 +80,18 @@ class Fields:
         value = self.text(key)
         if not value:
             raise DecodeError(self._at(key), value, "must not be empty")
+        return value
+
+    def plain_text(self, key: str, *, limit: int = MAX_STRING_CHARACTERS, lines: bool = False) -> str:
+        """Text that is not empty and without control characters; with `lines` it may have several lines and tabs.
+
+        For what is stored as text and shown: PostgreSQL takes no U+0000, and a terminal obeys the others.
+        """
+        value = self.name(key)
+        if len(value) > limit:
+            raise DecodeError(self._at(key), f"{len(value)} characters", f"at most {limit} characters are allowed")
+        if (_CONTROLS_BUT_LINES if lines else _CONTROLS).search(value):
+            raise DecodeError(self._at(key), value, "must hold no control characters")
         return value
 
     def optional_text(self, key: str) -> str | None:

@@ -34,6 +34,9 @@ _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _BEYOND_REFRESH_SECONDS = 15.0
 
 
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
 class TokenError(Exception):
     """A token command cannot be carried out; the message says what to change."""
 
@@ -45,6 +48,7 @@ def create(settings: Settings, name: str, *, role: str, namespace: str | None, e
             raise TokenError(f"{what} {value!r}: take 1 to 100 letters, digits and ._- , no reserved word")
     if role not in ROLES:
         raise TokenError(f"--role: {role!r} is none of {', '.join(ROLES)}")
+    _check_reason(reason)
     secret = new_token()
     command = Command(
         name=name,
@@ -61,6 +65,7 @@ def create(settings: Settings, name: str, *, role: str, namespace: str | None, e
 
 def revoke(settings: Settings, name: str, *, reason: str) -> None:
     """Revoke a token for ever; raises as `create` does."""
+    _check_reason(reason)
     _send(settings, Command(name=name, actor=_actor(), reason=reason))
 
 
@@ -145,6 +150,11 @@ def _send(settings: Settings, command: Command) -> None:
             raise TokenError(str(failed)) from None
         if error is not None:
             raise TokenError(error) from None
+
+
+def _check_reason(reason: str) -> None:
+    if _CONTROLS.search(reason):
+        raise TokenError(f"--reason: {reason!r} holds control characters")
 
 
 def _actor() -> str:

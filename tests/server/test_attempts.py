@@ -9,8 +9,11 @@ import pytest
 from bucketplan_core.attempt import AttemptRequest, RankReport
 from bucketplan_core.collectives import Options
 from bucketplan_core.epoch import Epoch
+from bucketplan_core.errors import DecodeError
 from bucketplan_core.wire import pack, unpack
+from bucketplan_server.store.events import Cause
 from tests.support.documents import MSGPACK, SIZE, plan_body, small_request
+from tests.support.inprocess import in_process
 from tests.support.server import running_server
 
 
@@ -77,6 +80,8 @@ class TestOpening:
         [
             ({"key": ""}, "body.key"),
             ({"key": "k" * 201}, "body.key"),
+            ({"key": "a\0b"}, "body.key"),
+            ({"key": "a\x1b[2J"}, "body.key"),
             ({"participants": {"fsdp": [[0, 1], [1]]}}, "body.participants.fsdp[1]"),
             ({"participants": {"fsdp": [[0, 0]]}}, "body.participants.fsdp[0]"),
             ({"participants": {"fsdp": [[-1]]}}, "body.participants.fsdp[0][0]"),
@@ -235,6 +240,7 @@ class TestStatus:
         [
             ({"rank": -1}, "body.reports[0].rank"),
             ({"slot": ""}, "body.reports[0].slot"),
+            ({"slot": "joint\0"}, "body.reports[0].slot"),
             ({"signature": "x"}, "body.reports[0].signature"),
             ({"digests": {"fsdp": 1}}, "body.reports[0].digests.fsdp"),
             ({"members": {"fsdp": []}}, "body.reports[0].members.fsdp"),
@@ -249,6 +255,20 @@ class TestStatus:
         assert answer.status_code == 400
         assert unpack(answer.content)["path"] == path
         assert status(client, "bad-report", 1)["num_reports"] == 0
+
+    def test_a_report_of_a_rank_that_is_no_participant_is_refused_by_name(self, client):
+        open_attempt(client, "outside", "a")
+        for outside in (opened(4), compiled(9)):
+            answer = report(client, "outside", 1, opened(0), outside)
+            problem = unpack(answer.content)
+            assert (answer.status_code, problem["path"], problem["value"]) == (
+                409,
+                "body.reports[1].rank",
+                outside.rank,
+            )
+        assert status(client, "outside", 1)["opening"]["num_opened"] == 0
+        open_attempt(client, "anybody", "a", participants={})
+        assert report(client, "anybody", 1, opened(4)).status_code == 200
 
     def test_a_long_poll_ends_with_the_change(self, client, server):
         open_attempt(client, "poll", "a")
@@ -268,6 +288,23 @@ class TestStatus:
         answer = asyncio.run(scenario())
         assert answer.status_code == 200
         assert answer.json()["opening"]["num_opened"] == 1
+
+
+def test_a_report_that_cannot_be_stored_fails_its_own_call_alone(tmp_path):
+    with in_process([str(tmp_path / "store.db")], planner_processes=1) as servers:
+        service, cause = servers.states[0].jobs, Cause("test", "report")
+
+        async def scenario() -> list[object]:
+            await service.open("batch", AttemptRequest(key="a", participants={}), cause)
+            arrived = [opened(0), RankReport(rank=1, slot="\ud800"), opened(2)]
+            calls = [service.report("batch", 1, [one], cause) for one in arrived]
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+        first, bad, third = servers.run(scenario())
+        assert (first, third) == (None, None)
+        assert isinstance(bad, DecodeError)
+        state = servers.run(servers.call("GET", "/v1/jobs/batch/attempts/1")).json()
+        assert state["opening"]["num_opened"] == 2
 
 
 def test_attempts_outlive_the_server_and_a_stall_is_named(tmp_path):

@@ -205,6 +205,32 @@ def test_damaged_gzip_is_400(client, body):
     assert unpack(answer.content)["path"] == "body"
 
 
+@pytest.mark.parametrize("path", ["/v1/plans?parameter=a%00b", "/v1/plans?strategy=%00", "/plans?parameter=%00"])
+def test_nul_in_the_address_is_400_on_every_store(client, path):
+    answer = client.get(path)
+    assert (answer.status_code, answer.json()["path"]) == (400, path.partition("?")[2].partition("=")[0])
+
+
+def test_a_request_whose_names_hold_nul_is_400_and_stores_nothing(server, client):
+    tree = REQUEST.to_wire()
+    tree["candidates"]["param_name"][0] = "layers\0weight"
+    request = type(REQUEST).from_wire(tree)
+    before = stored_rows(server)
+    answer = client.post("/v1/plans", content=plan_body(request), headers=MSGPACK)
+    assert (answer.status_code, unpack(answer.content)["path"]) == (400, "request.candidates[0]"), answer.content
+    assert stored_rows(server) == before
+
+
+@pytest.mark.parametrize("what", ["revisions", "activate"])
+def test_control_characters_in_a_reason_are_400_and_lines_are_not(client, what):
+    client.post("/v1/plans", content=plan_body(REQUEST), headers=MSGPACK)
+    content = {"options": {}} if what == "revisions" else {"revision": 1}
+    for reason, status in (("a\0b", 400), ("\x1b[2J", 400), ("one\n\ttwo", 200)):
+        answer = client.post(f"/v1/plans/{REQUEST.signature}/{what}", json={**content, "reason": reason})
+        assert answer.status_code // 100 * 100 == status, answer.content
+        assert status == 200 or answer.json()["path"] == "body.reason"
+
+
 def test_the_cap_applies_after_inflation(client):
     bomb = gzip.compress(bytes(64 * 2**20))
     assert len(bomb) < 256 * 1024

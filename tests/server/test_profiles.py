@@ -109,3 +109,15 @@ def test_a_profile_that_does_not_fit_or_exist_is_said_by_name(client):
     assert unfit.status_code == 422
     assert "8 ranks on 1 nodes" in unpack(unfit.content)["detail"]
     assert client.get(url).json()["attempts"] == []
+
+
+def test_repeating_an_opening_is_harmless_whatever_was_stored_since(client):
+    put(client, "again", measured("again"))
+    path, body = "/v1/jobs/again/attempts", opening("a", "again")
+    first = client.post(path, content=body, headers=MSGPACK)
+    assert first.status_code == 201, first.content
+    # On another group size these figures answer nothing, so that the options could not be completed today.
+    assert put(client, "again", measured("again", size=4)).status_code == 201
+    assert client.post(path, content=opening("b", "again"), headers=MSGPACK).status_code == 422
+    again = client.post(path, content=body, headers=MSGPACK)
+    assert (again.status_code, again.content) == (200, first.content)

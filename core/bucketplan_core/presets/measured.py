@@ -43,10 +43,10 @@ class MeasuredProfile:
         fields = Fields(tree, path)
         fields.schema((_SCHEMA,))
         profile = cls(
-            name=fields.name("name"),
+            name=fields.plain_text("name"),
             shape=GroupShape(fields.integer("size", low=1), fields.integer("nodes", low=1)),
-            backend=fields.name("backend"),
-            device=fields.name("device"),
+            backend=fields.plain_text("backend"),
+            device=fields.plain_text("device"),
             figures=Hardware.read(fields.submap("hardware")),
         )
         fields.finish()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 from typing import Any
+from urllib.parse import parse_qsl
 
 import structlog
 from starlette.requests import ClientDisconnect
@@ -90,6 +91,8 @@ class Front:
             elif name == b"bucketplan-epoch":
                 epoch_id = value
             elif name == b"authorization":
+                if authorization is not None:
+                    return None
                 authorization = value
         if not wants_msgpack:
             return None
@@ -136,9 +139,11 @@ class Front:
                 # The server before us has refused lengths that are no numbers.
                 if int(declared) > self._max_body_bytes:
                     raise too_large(self._max_body_bytes)
+                _refuse_nul(scope)
                 if scope["method"] == "HEAD":
                     # Load balancers probe with HEAD; the protocol server drops the body of the answer.
                     scope = {**scope, "method": "GET"}
+                _refuse_two_tokens(scope)
                 scope.setdefault("state", {})["principal"] = self._access.authenticate(scope, headers)
                 await self._app(scope, receive, send_with_id)
             except ClientDisconnect:
@@ -162,4 +167,22 @@ class Front:
             "internal",
             f"the server failed; its log says why under request id {request_id.decode()}",
             fields={"request_id": request_id.decode()},
+        )
+
+
+def _refuse_nul(scope: Scope) -> None:
+    """Raises `Problem` for U+0000 in the address: no name has it, and PostgreSQL takes no text with it."""
+    where = "path" if "\0" in scope["path"] else None
+    if b"%00" in scope.get("query_string", b""):
+        pairs = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        where = next((name for name, value in pairs if "\0" in value), "query")
+    if where is not None:
+        raise Problem("invalid-parameter", f"{where}: must not hold U+0000 (%00)", fields={"path": where})
+
+
+def _refuse_two_tokens(scope: Scope) -> None:
+    """Raises `Problem` for two Authorization headers: parts of a deployment might believe one, parts the other."""
+    if sum(name == b"authorization" for name, _ in scope["headers"]) > 1:
+        raise Problem(
+            "invalid-parameter", "Authorization: the call has two of it, send one", fields={"path": "Authorization"}
         )

@@ -10,6 +10,7 @@ from functools import cache
 from itertools import islice
 
 import structlog
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 
 from bucketplan_core.attempt import OPEN_SLOT, AttemptRequest, RankReport
 from bucketplan_core.collectives import Options
@@ -41,6 +42,7 @@ from bucketplan_server.store.jobs import (
     load_reports,
     mark_of_reports,
     open_attempt,
+    opened_before,
     prune_reports,
     store_reports,
 )
@@ -50,6 +52,7 @@ __all__ = ["JobService", "Opened"]
 
 _KEPT_DIGESTS = 100_000
 _KEPT_STATES = 64
+_KEPT_PARTICIPANTS = 64
 _MOST_COMPARED = 32
 _NS = 1_000_000_000
 _DAY_NS = 86_400 * _NS
@@ -66,12 +69,15 @@ class Opened:
     created: bool
 
 
+_Call = tuple[Sequence[RankReport], asyncio.Future[None]]
+"""Reports that came together, and who waits for them."""
+
+
 @dataclass(slots=True)
 class _Batch:
     """Reports of one attempt and one caller that wait for the next transaction."""
 
-    done: asyncio.Future[list[Conflict | None]]
-    reports: list[RankReport] = field(default_factory=list)
+    calls: list[_Call] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +102,13 @@ class JobService:
         self._batches: dict[tuple[str, int, Cause], _Batch] = {}
         self._writing = asyncio.Lock()
         self._flushes: set[asyncio.Task[None]] = set()
-        self._known: set[tuple[str, int]] = set()
+        self._expected: dict[tuple[str, int], frozenset[int]] = {}
         self._agreed: dict[tuple[object, ...], str] = {}
         self._states: dict[tuple[str, int], _Evidence] = {}
         self._log = structlog.get_logger("bucketplan_server")
 
     async def open(self, job: str, request: AttemptRequest, cause: Cause) -> Opened:
         """Open an attempt, or answer the one that was opened under this key."""
-        options = self._complete(await self._with_figures(request))
         if request.held_epoch is not None and request.held_epoch.job != bare_job(job):
             raise Problem(
                 "conflict",
@@ -111,7 +116,17 @@ class JobService:
                 fields={"path": "body.held_epoch.job", "value": request.held_epoch.job},
             )
 
+        try:
+            before = await opened_before(self._store, job, request)
+        except Conflict as conflict:
+            raise _conflict(conflict) from None
+        except StoreError as error:
+            raise self._plans.store_unavailable(error) from None
+        # Only a new attempt asks what its options mean today: a repeated call is answered whatever changed since.
+        options = None if before is not None else self._complete(await self._with_figures(request))
+
         def make_epoch(overrides: Mapping[str, str]) -> Epoch:
+            assert options is not None, "an attempt is never deleted, so one that was there stays"
             return Epoch.build(job=bare_job(job), options=options, topology=request.topology, overrides=overrides)
 
         try:
@@ -153,23 +168,32 @@ class JobService:
 
     async def report(self, job: str, attempt: int, reports: Sequence[RankReport], cause: Cause) -> None:
         """Store reports; those of many ranks that come at once share a transaction. Repeating one changes nothing."""
-        if (job, attempt) not in self._known:
-            await self.attempt(job, attempt)
-            self._known.add((job, attempt))
+        expected = self._expected.get((job, attempt))
+        if expected is None:
+            opened = AttemptRequest.read(Fields(unpack((await self.attempt(job, attempt)).request), "body"))
+            expected = frozenset(rank for groups in opened.participants.values() for group in groups for rank in group)
+            self._expected[job, attempt] = expected
+            while len(self._expected) > _KEPT_PARTICIPANTS:
+                del self._expected[next(iter(self._expected))]
+        for index, one in enumerate(reports):
+            if expected and one.rank not in expected:
+                raise Problem(
+                    "conflict",
+                    f"rank {one.rank} is none of the {len(expected)} participants that attempt {attempt} of job {job!r} was "
+                    "opened with; nothing of this call is stored",
+                    fields={"path": f"body.reports[{index}].rank", "value": one.rank},
+                )
         key = (job, attempt, cause)
+        loop = asyncio.get_running_loop()
         batch = self._batches.get(key)
         if batch is None:
-            loop = asyncio.get_running_loop()
-            batch = self._batches[key] = _Batch(loop.create_future())
+            batch = self._batches[key] = _Batch()
             flush = loop.create_task(self._flush(key))
             self._flushes.add(flush)
             flush.add_done_callback(self._flushes.discard)
-        start = len(batch.reports)
-        batch.reports.extend(reports)
-        conflicts = await asyncio.shield(batch.done)
-        for conflict in conflicts[start : start + len(reports)]:
-            if conflict is not None:
-                raise _conflict(conflict)
+        done: asyncio.Future[None] = loop.create_future()
+        batch.calls.append((reports, done))
+        await done
 
     async def attempt(self, job: str, attempt: int) -> Attempt:
         try:
@@ -300,24 +324,48 @@ class JobService:
         # While one transaction is written, the reports that arrive meanwhile gather for the next.
         job, attempt, cause = key
         async with self._writing:
-            batch = self._batches.pop(key)
+            calls = self._batches.pop(key).calls
             try:
-                new, conflicts = await store_reports(self._store, job, attempt, batch.reports, cause)
-            except StoreError as error:
-                batch.done.set_exception(self._plans.store_unavailable(error))
-                return
+                await self._store_calls(job, attempt, calls, cause)
+            except Exception as error:
+                if len(calls) == 1 or not _is_about_values(error):
+                    _fail(calls, self._told(error))
+                    return
+                # What cannot be stored is one caller's; the others get their own transactions.
+                for call in calls:
+                    try:
+                        await self._store_calls(job, attempt, [call], cause)
+                    except Exception as alone:
+                        _fail([call], self._told(alone))
             except BaseException as error:
-                batch.done.set_exception(error)
+                _fail(calls, error)
                 raise
-        batch.done.set_result(conflicts)
+
+    async def _store_calls(self, job: str, attempt: int, calls: Sequence[_Call], cause: Cause) -> None:
+        """Store the reports of these calls in one transaction and answer each; what this raises answers none."""
+        reports = [report for call, _ in calls for report in call]
+        new, conflicts = await store_reports(self._store, job, attempt, reports, cause)
+        start = 0
+        for call, done in calls:
+            conflict = next(filter(None, conflicts[start : start + len(call)]), None)
+            start += len(call)
+            if done.done():
+                continue
+            if conflict is None:
+                done.set_result(None)
+            else:
+                done.set_exception(_conflict(conflict))
         self._metrics.tallies["bucketplan_reports_total", ""] += new
         if new:
-            for report, conflict in zip(batch.reports, conflicts, strict=True):
-                if conflict is None:
+            for report, refused in zip(reports, conflicts, strict=True):
+                if refused is None:
                     self._watch(job, attempt, report)
             changed = self._changed.pop((job, attempt), None)
             if changed is not None:
                 changed.set()
+
+    def _told(self, error: Exception) -> Exception:
+        return self._plans.store_unavailable(error) if isinstance(error, StoreError) else error
 
     def _watch(self, job: str, attempt: int, report: RankReport) -> None:
         """Say at once when ranks of one group report different digests; people should not have to ask."""
@@ -379,3 +427,17 @@ class JobService:
 
 def _conflict(conflict: Conflict) -> Problem:
     return Problem("conflict", str(conflict), fields={"path": conflict.path})
+
+
+def _is_about_values(error: Exception) -> bool:
+    """Whether the store could not take what it was given, rather than being away: another call may fare better."""
+    if not isinstance(error, StoreError):
+        return True
+    cause = error.__cause__
+    return isinstance(cause, DBAPIError) and not isinstance(cause, OperationalError | InterfaceError)
+
+
+def _fail(calls: Sequence[_Call], error: BaseException) -> None:
+    for _, done in calls:
+        if not done.done():
+            done.set_exception(error)

@@ -83,6 +83,8 @@ def text_field(form: Mapping[str, str], name: str, *, required: str | None = Non
     value = form.get(name, "").strip()
     if not value and required is not None:
         raise Problem("invalid-body", f"{name}: {required}", fields={"path": name})
+    if "\0" in value:
+        raise Problem("invalid-body", f"{name}: must hold no control characters", fields={"path": name})
     if len(value) > limit:
         raise Problem(
             "invalid-body", f"{name}: {len(value)} characters, at most {limit} are taken", fields={"path": name}

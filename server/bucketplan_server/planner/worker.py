@@ -68,6 +68,7 @@ def plan(job: PlanJob) -> Planned | Refused:
         return request
     if request.signature != job.signature:
         return refuse(SignatureMismatch(claimed=job.signature, actual=request.signature))
+    facts = request_facts(request)
     if job.profile is None:
         profile: CostProfile | Refused = CostProfile.empty(request)
     else:
@@ -88,7 +89,7 @@ def plan(job: PlanJob) -> Planned | Refused:
         digest=read.digest,
         planner=made.decision.planner,
         options=pack(request.options.to_wire()),
-        facts=request_facts(request),
+        facts=facts,
     )
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "mark_of_reports",
     "of_namespace",
     "open_attempt",
+    "opened_before",
     "prune_reports",
     "reported_in",
     "store_reports",
@@ -79,16 +80,11 @@ async def open_attempt(
     Raises `Conflict` when the key was used with another body.
     """
     held = request.held_epoch
-    body = pack(replace(request, held_epoch=None).to_wire())
+    body = _body_of(request)
     async with store.write() as connection:
-        query = select(attempts, epochs.c.content).join(epochs).where(attempts.c.job == job)
-        known = (await connection.execute(query.where(attempts.c.key == request.key))).mappings().first()
+        known = await _opened_under(connection, job, request)
         if known is not None:
-            if known["request"] != body:
-                raise Conflict("body.key", f"attempt {known['attempt']} was opened under this key with another body")
-            if held is not None and held.id != known["epoch"]:
-                raise Conflict("body.held_epoch", f"attempt {known['attempt']} was opened under epoch {known['epoch']}")
-            return _attempt(known), Epoch.decode(known["content"]), False
+            return *known, False
         epoch = held or make_epoch(await _overrides(connection, job))
         last = await connection.scalar(select(func.max(attempts.c.attempt)).where(attempts.c.job == job))
         now = time.time_ns()
@@ -120,6 +116,29 @@ async def open_attempt(
         )
     attempt = Attempt(job=job, attempt=(last or 0) + 1, request=body, epoch=epoch.id, opened_ns=now, actor=cause.actor)
     return attempt, epoch, True
+
+
+async def opened_before(store: Store, job: str, request: AttemptRequest) -> tuple[Attempt, Epoch] | None:
+    """The attempt that this key opened, None for a new one; raises `Conflict` as `open_attempt` does."""
+    async with store.read() as connection:
+        return await _opened_under(connection, job, request)
+
+
+async def _opened_under(connection: AsyncConnection, job: str, request: AttemptRequest) -> tuple[Attempt, Epoch] | None:
+    held = request.held_epoch
+    query = select(attempts, epochs.c.content).join(epochs).where(attempts.c.job == job)
+    known = (await connection.execute(query.where(attempts.c.key == request.key))).mappings().first()
+    if known is None:
+        return None
+    if known["request"] != _body_of(request):
+        raise Conflict("body.key", f"attempt {known['attempt']} was opened under this key with another body")
+    if held is not None and held.id != known["epoch"]:
+        raise Conflict("body.held_epoch", f"attempt {known['attempt']} was opened under epoch {known['epoch']}")
+    return _attempt(known), Epoch.decode(known["content"])
+
+
+def _body_of(request: AttemptRequest) -> bytes:
+    return pack(replace(request, held_epoch=None).to_wire())
 
 
 async def _overrides(connection: AsyncConnection, job: str) -> dict[str, str]:

@@ -107,7 +107,7 @@ async def put_profile(request: Request, state: State, caller: Caller, name: Name
     encoding = wanted_encoding(request, default=body_encoding(request.headers.get("content-type")))
     fields = await read_document(request)
     try:
-        cause = cause_of(request, fields.name("reason"))
+        cause = cause_of(request, fields.plain_text("reason", lines=True))
         profile = MeasuredProfile.from_wire(fields.raw("profile"), "body.profile")
         fields.finish()
         caller.everything("the attempts of every namespace take the figures of a profile")

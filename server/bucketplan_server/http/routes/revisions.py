@@ -111,7 +111,7 @@ async def add_revision(request: Request, state: State, signature: Signature) -> 
     fields = await read_document(request)
     try:
         parent = fields.integer("parent", low=1) if "parent" in fields.keys(limit=16) else 1
-        cause = cause_of(request, fields.name("reason"))
+        cause = cause_of(request, fields.plain_text("reason", lines=True))
         kinds = [name for name in ("options", "buckets", "decision") if name in fields.keys(limit=16)]
         if len(kinds) != 1:
             raise DecodeError("body", ", ".join(kinds), "must hold exactly one of options, buckets and decision")
@@ -148,13 +148,13 @@ async def activate(request: Request, state: State, caller: Caller, signature: Si
     encoding = wanted_encoding(request, default=body_encoding(request.headers.get("content-type")))
     fields = await read_document(request)
     try:
-        job = fields.name("job") if "job" in fields.keys(limit=16) else ""
+        job = fields.plain_text("job") if "job" in fields.keys(limit=16) else ""
         wanted = Activation(
             revision=fields.optional_integer("revision", low=1),
             job=caller.job(job) if job else "",
             expected=fields.optional_integer("expected", low=1) if "expected" in fields.keys(limit=16) else None,
         )
-        cause = cause_of(request, fields.name("reason"))
+        cause = cause_of(request, fields.plain_text("reason", lines=True))
         fields.finish()
         if wanted.revision is None and not job:
             raise DecodeError("body.revision", None, "may be null only together with a job")
