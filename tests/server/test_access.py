@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -344,6 +345,36 @@ class TestCookies:
 
 
 class TestNamespaces:
+    def test_a_token_that_ends_while_a_call_waits_gets_no_answer(self, guarded):
+        guarded.post("rank", "/v1/jobs/poll/attempts", open_body("a"))
+        job, plan = "/v1/jobs/poll/attempts/1", f"/v1/plans/{small_request(901).signature}"
+        seen = guarded.call("auditor", "GET", job).headers["etag"]
+        for path, headers in ((job, {"If-None-Match": seen}), (plan, {})):
+            name = f"waits-{path[4]}"
+            bearer = {"Authorization": f"Bearer {make_token(guarded.server.database, name, 'auditor')}"}
+            wait_until(lambda bearer=bearer: httpx.get(guarded.server.url + job, headers=bearer).status_code == 200)
+            with ThreadPoolExecutor(1) as pool:
+                waiting = pool.submit(
+                    httpx.get, f"{guarded.server.url}{path}?wait=4", headers={**headers, **bearer}, timeout=60
+                )
+                cli_tokens.revoke(load_settings(database=guarded.server.database), name, reason="test")
+                wait_until(lambda bearer=bearer: httpx.get(guarded.server.url + job, headers=bearer).status_code == 401)
+                assert not waiting.done()
+                answer = waiting.result()
+            assert answer.status_code == 401
+            assert "while the call waited" in answer.json()["detail"]
+            assert guarded.refusals()[-1]["reason"] == "ended-token"
+
+    def test_of_two_credentials_none_is_guessed(self, guarded, signature):
+        bearers = [("Authorization", f"Bearer {guarded.secrets[name]}") for name in ("rank", "auditor")]
+        path = f"/v1/plans/{signature}"
+        twice = httpx.get(f"{guarded.server.url}{path}", headers=[*bearers, *MSGPACK.items()])
+        assert (twice.status_code, unpack(twice.content)["path"]) == (400, "Authorization")
+        cookie = {"Cookie": f"bucketplan_token={guarded.secrets['auditor']}"}
+        assert httpx.get(f"{guarded.server.url}{path}", headers=cookie).status_code == 200
+        basic = httpx.get(f"{guarded.server.url}{path}", headers={**cookie, "Authorization": "Basic dTpw"})
+        assert basic.status_code == 401
+
     def test_jobs_of_one_name_are_two_in_two_namespaces(self, guarded, signature):
         path = "/v1/jobs/llama/attempts"
         for team in ("a", "b"):

@@ -52,11 +52,7 @@ class Access:
         if not self.table.required:
             return ANYONE
         public = is_public(scope["path"])
-        cookie = None
-        if authorization is not None and authorization[:7].lower() == _BEARER:
-            secret: bytes | None = _bearer(authorization)
-        else:
-            secret = cookie = _cookie(headers.get(b"cookie"))
+        secret, cookie = _credentials(headers)
         if secret is None:
             if public:
                 return NOBODY
@@ -71,6 +67,14 @@ class Access:
                 return NOBODY
             raise self._cross_site(scope, headers)
         return principal
+
+    def check_again(self, scope: Scope) -> None:
+        """Raises ``unauthorized`` where the token that let a call in no longer would: after the call has waited."""
+        if not self.table.required:
+            return
+        secret, _ = _credentials(dict(scope["headers"]))
+        if secret is None or self.table.valid(secret) is None:
+            raise unauthorized("the token was revoked or has expired while the call waited", presented=True)
 
     def refused(self, scope: Scope, reason: str, problem: Problem, *, token: str | None = None) -> Problem:
         """Log and count a refusal; answers `problem`. Neither secrets nor query strings are logged."""
@@ -110,7 +114,7 @@ class Access:
 def refusal_reason(problem: Problem) -> str:
     """The metric's label for a refusal that a route raised."""
     if problem.status == 401:
-        return "no-token"
+        return "ended-token" if "invalid_token" in problem.headers.get("WWW-Authenticate", "") else "no-token"
     return "role" if "needs" in problem.fields else "namespace"
 
 
@@ -127,6 +131,15 @@ def login_redirect(scope: Scope, headers: Mapping[bytes, bytes]) -> Response | N
         query = scope.get("query_string", b"").decode("latin-1")
         asked = scope["path"] + (f"?{query}" if query else "")
     return RedirectResponse(f"/login?next={quote(asked, safe='')}", 303, headers={"Cache-Control": "no-store"})
+
+
+def _credentials(headers: Mapping[bytes, bytes]) -> tuple[bytes | None, bytes | None]:
+    """The secret that a call brings, and the same again where it is from a cookie. A header outweighs the cookie."""
+    authorization = headers.get(b"authorization")
+    if authorization is not None:
+        return _bearer(authorization), None
+    cookie = _cookie(headers.get(b"cookie"))
+    return cookie, cookie
 
 
 def _bearer(authorization: bytes) -> bytes:

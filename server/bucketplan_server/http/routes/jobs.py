@@ -187,6 +187,7 @@ async def get_attempt(
     seen = request.headers.get("if-none-match", "").removeprefix("W/").strip('"')
     if seen and wait:
         await state.jobs.wait_for_change(found, seen, wait)
+        state.access.check_again(request.scope)
     version = await state.jobs.version(found)
     headers = {"ETag": f'W/"{version}"', "Cache-Control": "no-cache", "Vary": "Accept"}
     if seen == version:

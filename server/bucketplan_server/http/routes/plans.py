@@ -67,7 +67,10 @@ async def get_plan(
     try:
         entry = await state.plans.find(signature, wait_seconds=wait)
     except Pending:
+        state.access.check_again(request.scope)
         return _pending(signature, encoding, state)
+    if wait:
+        state.access.check_again(request.scope)
     if entry is None:
         raise unknown_signature(signature)
     return plan_answer(request, await state.plans.under(entry, _epoch(request)), encoding)
