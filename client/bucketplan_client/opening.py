@@ -21,9 +21,17 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from bucketplan_client.agreement import GroupView, Report, agree
+from bucketplan_client.background import in_background
 from bucketplan_client.cache import PlanCache
 from bucketplan_client.environment import disabled_by_environment, job_from_environment
-from bucketplan_client.errors import ClientError, CorruptAnswer, OpeningAborted, ServerUnreachable, Where
+from bucketplan_client.errors import (
+    ClientError,
+    CorruptAnswer,
+    DeadlineExceeded,
+    OpeningAborted,
+    ServerUnreachable,
+    Where,
+)
 from bucketplan_client.evidence import Evidence, abort_process
 from bucketplan_client.fallback import DEFAULT_DEADLINE_S, AttemptPlans
 from bucketplan_client.jitter import uniform
@@ -62,6 +70,8 @@ __all__ = ["Attempt", "open_attempt"]
 _LOG = logging.getLogger(__name__)
 
 _MAX_OVERRIDES = 10_000
+_SERVER_SLACK_S = 0.5
+"""How long after its deadline a call to the server may still end by itself, with the error that says more."""
 _openings = itertools.count()
 
 
@@ -278,7 +288,7 @@ def open_attempt(
     )
     try:
         outcome = drive(
-            open_protocol(setup), opening_store, other=lambda step: _perform(step, job, client, cache, where)
+            open_protocol(setup), opening_store, other=lambda step: _perform(step, job, client, cache, where, grace_s)
         )
         _verify(outcome, setup)
     except BucketplanError as error:
@@ -320,16 +330,39 @@ def _all_ranks(members: Mapping[str, tuple[int, ...]], rank: int) -> tuple[int, 
     return tuple(sorted({rank, *(member for ranks in members.values() for member in ranks)}))
 
 
-def _perform(step: Any, job: str, client: PlanClient | None, cache: PlanCache | None, where: Where) -> Any:
+def _perform(
+    step: Any, job: str, client: PlanClient | None, cache: PlanCache | None, where: Where, grace_s: float
+) -> Any:
     match step:
         case AskServer(request, until):
-            return ask_server(client, job, request, until=until, where=where)
+            return _ask_in_time(
+                lambda: ask_server(client, job, request, until=until, where=where),
+                until=until + min(_SERVER_SLACK_S, grace_s / 2),
+                where=where,
+            )
         case LoadEpoch(epoch_id):
             return _load_epoch(cache, job, epoch_id)
         case Sleep(most_s):
             time.sleep(uniform(0.0, most_s))
             return None
     raise AssertionError(f"unknown step {step!r}")
+
+
+def _ask_in_time(ask: Callable[[], Opened], *, until: float, where: Where) -> Opened:
+    """What `ask` returns; raises `DeadlineExceeded` at `until`, whatever `ask` is doing then.
+
+    The other ranks wait for the leader no longer than the protocol says. A transport that keeps to no deadline must
+    cost the job its server, not its start.
+    """
+    started = time.monotonic()
+    future = in_background(ask, name="bucketplan-open")
+    try:
+        return future.result(max(0.0, until - started))
+    except TimeoutError as error:
+        if future.done():
+            raise
+        elapsed_s = time.monotonic() - started
+        raise DeadlineExceeded("the call did not return by itself", elapsed_s=elapsed_s, where=where) from error
 
 
 def ask_server(client: PlanClient | None, job: str, request: AttemptRequest, *, until: float, where: Where) -> Opened:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +21,7 @@ from bucketplan_client.opening_protocol import Hello, Opened, Outcome
 from bucketplan_client.passes import FsdpBucketingPass, LocalPlans
 from bucketplan_client.store import JobStore
 from bucketplan_client.testing import InMemoryPlanServer
+from bucketplan_client.transport import PlanClient
 from bucketplan_core import Options, make_plan
 from bucketplan_core.attempt import AttemptRequest
 from bucketplan_core.epoch import Epoch
@@ -159,6 +162,41 @@ class TestWithoutServer:
         request = small_request()
         plans = open_all(InMemoryPlanServer(available=False), use=lambda attempt: attempt.plans.plan(request).encoded)
         assert set(plans.values()) == {make_plan(request).encoded}
+
+    @pytest.mark.parametrize("mode", ["leader", "every_rank"])
+    def test_transport_that_never_returns_costs_the_server_and_not_the_start(self, mode):
+        """The others wait for the leader no longer than the protocol says, and would abort without its outcome."""
+        released = threading.Event()
+
+        class Hanging(httpx.BaseTransport):
+            def handle_request(self, request: httpx.Request) -> httpx.Response:
+                released.wait(60.0)
+                raise httpx.ConnectError("released", request=request)
+
+        def body(rank: int, job_store: JobStore) -> tuple[Any, str]:
+            with open_attempt(
+                PlanClient("http://server", transport=Hanging()),
+                groups={"fsdp": tuple(RANKS)},
+                job="llama",
+                options=GIVEN,
+                participants=tuple(RANKS),
+                mode=mode,
+                deadline_s=20.0,
+                server_s=0.3,
+                store=job_store._base,
+                rank=rank,
+                name="0",
+                disabled=False,
+            ) as attempt:
+                return attempt.source, attempt.uuid
+
+        try:
+            outcomes = run_ranks(list(RANKS), body)
+            assert not released.is_set()
+        finally:
+            released.set()
+        assert {source for source, _ in outcomes.values()} == {"local"}
+        assert len(set(outcomes.values())) == 1
 
     def test_unbucketed_is_decided_for_all(self):
         attempts = open_all(InMemoryPlanServer(available=False), on_unavailable="unbucketed")
