@@ -25,6 +25,7 @@ def step(
     *,
     group: str = "dp",
     prefix: str = "w",
+    inputs: str = "primals_",
     order: tuple[int, ...] = (0, 1, 2),
     op: str = "avg",
     dtype: torch.dtype = torch.float32,
@@ -35,7 +36,9 @@ def step(
 ) -> fx.GraphModule:
     """One small step; the arguments change one thing each."""
     build = GraphBuilder()
-    params = [build.tensor(f"{prefix}{index}", (index + 1, columns), dtype) for index in range(3)]
+    params = [build.tensor(f"{inputs}{index}", (index + 1, columns), dtype) for index in range(3)]
+    for index, param in enumerate(params):
+        param.meta["param_name"] = f"{prefix}{index}"
     hidden = build.tensor("hidden", (2,))
     waits = []
     for index in order:
@@ -54,6 +57,7 @@ def described(gm: fx.GraphModule, **arguments: Any) -> Description:
 
 
 SAME = {
+    "other names of inputs": lambda: step(inputs="arg_"),
     "another name of the group": lambda: step(group="134"),
     "other node names": lambda: renamed(step()),
     "other stack traces": lambda: with_traces(step()),

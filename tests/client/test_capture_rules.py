@@ -127,6 +127,12 @@ def wider_view(build: GraphBuilder) -> tuple[fx.Node, list[fx.Node]]:
     return launch, [build.call(aten.view.dtype, build.call(aten.view.default, wait, [6]), torch.float32)]
 
 
+def absolute_view(build: GraphBuilder) -> tuple[fx.Node, list[fx.Node]]:
+    launch, wait = reduced(build, build.tensor("g", (8, 3)))
+    launch.meta["comm_type"] = "fsdp_reduce_scatter"
+    return launch, [build.call(aten.as_strided.default, wait, [3], [1], 3)]
+
+
 def shape_not_divisible(build: GraphBuilder) -> tuple[fx.Node, list[fx.Node]]:
     launch, wait = reduced(build, build.tensor("g", (6, 3)))
     return launch, [wait]
@@ -160,6 +166,7 @@ def unknown_group(build: GraphBuilder) -> tuple[fx.Node, list[fx.Node]]:
 
 
 CASES = (
+    absolute_view,
     already_bucketed,
     barrier_inside,
     dead_wait,
@@ -208,9 +215,14 @@ def test_every_rule_of_the_capture_has_its_case() -> None:
     assert len(found) > 15, found
 
 
+def named(source: fx.Node) -> fx.Node:
+    source.meta["param_name"] = source.name
+    return source
+
+
 def two_groups() -> tuple[GraphBuilder, fx.GraphModule]:
     build = GraphBuilder()
-    params = [build.tensor(f"w{index}", (2, 3)) for index in range(4)]
+    params = [named(build.tensor(f"w{index}", (2, 3))) for index in range(4)]
     waits = [build.wait(build.all_gather(param, RANKS, ("dp", "ep")[index % 2])) for index, param in enumerate(params)]
     return build, build.module(*[build.call(aten.neg.default, wait) for wait in waits])
 
@@ -252,8 +264,30 @@ def test_a_gather_of_one_parameter_is_a_candidate(source: str, form: str) -> Non
     description = described(build.module(build.call(aten.neg.default, wait)))
     (candidate,) = description.request.candidates
     assert candidate.kind == "fsdp_all_gather"
-    assert (candidate.param_name, candidate.ordinal) == ("w", 0)
+    assert (candidate.param_name, candidate.ordinal) == (None, 0)
     assert candidate.earliest_launch == 0
+
+
+def test_what_an_input_is_called_is_no_identity() -> None:
+    """Tracers name inputs as they like, on each rank; the position among the inputs is the same everywhere."""
+
+    def make(*names: str) -> Description:
+        build = GraphBuilder()
+        waits = [build.wait(build.all_gather(build.tensor(name, (2, 4)), RANKS, "dp")) for name in names]
+        return described(build.module(*[build.call(aten.neg.default, wait) for wait in waits]))
+
+    first, second = make("arg0_1", "arg1_1"), make("w", "v")
+    assert first.signature == second.signature
+    assert [(found.param_name, found.ordinal) for found in second.request.candidates] == [(None, 0), (None, 1)]
+
+
+def test_metadata_of_an_input_names_its_parameter() -> None:
+    build = GraphBuilder()
+    shard = build.tensor("arg0_1", (2, 4))
+    shard.meta["param_name"] = "layers.0.w"
+    wait = build.wait(build.all_gather(shard, RANKS, "dp"))
+    (candidate,) = described(build.module(build.call(aten.neg.default, wait))).request.candidates
+    assert (candidate.param_name, candidate.ordinal) == ("layers.0.w", 0)
 
 
 def test_a_gather_of_an_attribute_is_a_candidate() -> None:

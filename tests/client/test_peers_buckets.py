@@ -141,6 +141,8 @@ def test_erased_casts_leave_a_valid_graph() -> None:
 def test_payload_is_in_registration_order() -> None:
     build = GraphBuilder()
     params = parameters(build, 4)
+    for param in params:
+        param.meta["param_name"] = param.name
     order = [2, 0, 3, 1]
     waits = [gathered(build, params[index]) for index in order]
     grads = read(build, *waits)

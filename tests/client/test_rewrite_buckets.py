@@ -271,6 +271,8 @@ def test_an_attribute_that_two_launches_read_stays_before_both() -> None:
 def views_before_the_wait() -> tuple[GraphBuilder, fx.GraphModule]:
     build = GraphBuilder()
     params = [build.tensor(f"w{index}", (2, 4)) for index in range(3)]
+    for param in params:
+        param.meta["param_name"] = param.name
     waits = [gathered(build, param) for param in params]
     views = []
     for wait in waits:

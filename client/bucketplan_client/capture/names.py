@@ -18,15 +18,20 @@ _INDEXING = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
 
 
 def parameter_name(entry: Recognised) -> str | None:
-    """The parameter's path from an annotation or from the tracer's description of the input, else the input's name."""
+    """The parameter's path: from an annotation, the tracer's description of the input, or the attribute that is read.
+
+    None for an input of which no metadata tells: what a tracer calls it may differ between ranks, its position does
+    not.
+    """
     annotated = entry.collective.node.meta.get("param_name")
     if isinstance(annotated, str):
         return annotated
     if entry.source is not None:
         named = entry.source.meta.get("param_name")
-        return (
-            named if isinstance(named, str) else _described(entry.source.meta.get("desc")) or str(entry.source.target)
-        )
+        if isinstance(named, str):
+            return named
+        path = str(entry.source.target) if entry.source.op == "get_attr" else None
+        return _described(entry.source.meta.get("desc")) or path
     if entry.output_slot is None:
         return None
     outputs = entry.wait.graph.output_node().meta.get("desc")
