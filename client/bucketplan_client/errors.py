@@ -203,7 +203,14 @@ _REMEDIES = {
     "busy": "Try again later, or give the server more capacity",
     "conflict": "Read the current state again and repeat the call on it",
 }
+_FOREIGN_REMEDY = "Set BUCKETPLAN_SERVER to the server itself, or look at the proxy or gateway on the way to it"
 _DEFAULT_REMEDY = "The problem says what to change; the server's log has the same request id"
+
+
+def _remedy_of(problem: Problem) -> str:
+    if not problem.slug:
+        return _REMEDIES["unauthorized"] if problem.status == 401 else _FOREIGN_REMEDY
+    return _REMEDIES.get(problem.slug, _DEFAULT_REMEDY)
 
 
 class ServerRefused(ServerError):
@@ -215,7 +222,7 @@ class ServerRefused(ServerError):
         super().__init__(
             f"the planning server refused: {problem}",
             where=where,
-            remedy=_REMEDIES.get(problem.slug, _DEFAULT_REMEDY),
+            remedy=_remedy_of(problem),
         )
 
 

@@ -18,6 +18,7 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote_to_bytes
 
+from bucketplan_client.bodies import ACCEPT_ENCODING, BodyRefused, read_body
 from bucketplan_client.environment import split_secrets, token_from_environment
 from bucketplan_client.errors import (
     AccessRefused,
@@ -46,8 +47,6 @@ __all__ = ["Answer", "PlanClient", "content_digest", "schema_refused", "shared_c
 
 MSGPACK = "application/msgpack"
 JSON = "application/json"
-MAX_ANSWER_BYTES = 64 * 2**20
-"""More than a plan of 20,000 candidates with all overrides of an epoch; a larger body is a mistake or an attack."""
 DEFAULT_DEADLINE_S = 60.0
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 10.0
@@ -140,7 +139,7 @@ class PlanClient:
         _check_address(self.address)
         secret = token_from_environment() if token is None else token.strip()
         _check_token(secret, where=self.where)
-        headers = {"Accept": MSGPACK, "User-Agent": f"bucketplan/{_version()}"}
+        headers = {"Accept": MSGPACK, "Accept-Encoding": ACCEPT_ENCODING, "User-Agent": f"bucketplan/{_version()}"}
         if secret:
             headers["Authorization"] = f"Bearer {secret}"
         elif userinfo:
@@ -328,13 +327,15 @@ class PlanClient:
                 # Past httpx's redirects, cookies and authentication, of which we use none and which double its cost.
                 response = self._transport.handle_request(request)
                 try:
-                    content = _read_body(response, try_ends)
+                    content = read_body(response.headers, _stream_of(response), ends=try_ends)
                 finally:
                     response.close()
         except httpx.HTTPError as error:
             raise self._mapped(error, call, repeatable) from error
         except httpx.InvalidURL as error:
             raise BadAddress(self.address, str(error), where=call.where) from error
+        except BodyRefused as error:
+            raise _corrupt(call, str(error)) from error
         except httpx.StreamError as error:
             raise _corrupt(call, f"the body could not be read: {error}") from error
         except RuntimeError as error:
@@ -464,17 +465,10 @@ def _epoch_header(epoch: str | None) -> dict[str, str]:
     return {} if epoch is None else {"Bucketplan-Epoch": epoch}
 
 
-def _read_body(response: httpx.Response, ends: float) -> bytes:
-    parts: list[bytes] = []
-    size_bytes = 0
-    for part in response.iter_bytes():
-        size_bytes += len(part)
-        if size_bytes > MAX_ANSWER_BYTES:
-            raise httpx.DecodingError(f"more than {MAX_ANSWER_BYTES} bytes")
-        if time.monotonic() > ends:
-            raise httpx.ReadTimeout("the deadline has passed")
-        parts.append(part)
-    return b"".join(parts)
+def _stream_of(response: httpx.Response) -> httpx.SyncByteStream:
+    """What came, coded as it came: httpx undoes any number of codings, each without a bound."""
+    assert isinstance(response.stream, httpx.SyncByteStream), "the transport is a synchronous one"
+    return response.stream
 
 
 def _read_plan(answer: Answer, signature: str) -> Plan:
@@ -504,7 +498,7 @@ def _media_type(headers: Mapping[str, str]) -> str:
 
 
 def _read_problem(answer: Answer) -> Problem:
-    """The problem in an answer, or one made from its status when a proxy wrote the body."""
+    """The problem in an answer, or one made of what else came, when something on the way answered."""
     try:
         body = _decode(answer.content, answer.headers)
     except DecodeError:
@@ -515,9 +509,19 @@ def _read_problem(answer: Answer) -> Problem:
         type=str(known["type"] or "about:blank"),
         title=str(known["title"] or f"HTTP status {answer.status}"),
         status=answer.status,
-        detail=str(known["detail"] or ""),
+        detail=str(known["detail"] or ("" if known["title"] else _what_came(answer))),
         extra=fields,
     )
+
+
+def _what_came(answer: Answer) -> str:
+    """What answered instead of a planning server, as far as the answer tells."""
+    location = answer.headers.get("Location")
+    if 300 <= answer.status < 400 and location:
+        return f"a proxy redirected to {location[:200]!r}; set BUCKETPLAN_SERVER to the server itself"
+    kind = _media_type(answer.headers)
+    what = f"a body of type {kind[:60]!r}" if kind and answer.content else "no document"
+    return f"HTTP status {answer.status} with {what}, as no planning server answers; something on the way did"
 
 
 def _retry_after_s(headers: Mapping[str, str], default: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import inspect
 import socket
 import threading
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bucketplan_client.bodies import MAX_ANSWER_BYTES
 from bucketplan_client.errors import (
     BadAddress,
     ClientError,
@@ -48,6 +50,12 @@ def client_of(handler: Handler, **options: float) -> PlanClient:
 def problem(status: int, slug: str, **extra: object) -> httpx.Response:
     body = {"type": f"urn:bucketplan:problem:{slug}", "title": slug, "status": status, "detail": "because", **extra}
     return httpx.Response(status, headers={"Content-Type": "application/problem+msgpack"}, content=pack(body))
+
+
+def coded(body: bytes, coding: str) -> httpx.Response:
+    """An answer as it comes from the network; made from `content`, httpx would undo the coding here already."""
+    headers = {"Content-Type": MSGPACK, "Content-Encoding": coding}
+    return httpx.Response(200, headers=headers, stream=httpx.ByteStream(body))
 
 
 def plan_answer(plan: Plan) -> httpx.Response:
@@ -233,6 +241,28 @@ class TestVerification:
         with pytest.raises(CorruptAnswer, match="ETag"):
             client_of(handler, deadline_s=0.2).known_plan(plan.decision.signature)
 
+    @pytest.mark.parametrize("coding", ["gzip, gzip", "zstd", "br", "gzip, identity, gzip"])
+    def test_coding_that_was_not_asked_for_is_refused_and_never_undone(self, coding):
+        twice = gzip.compress(gzip.compress(bytes(2**20)))
+        client = client_of(lambda _: coded(twice, coding), deadline_s=0.2)
+        with pytest.raises(CorruptAnswer, match="content coding"):
+            client.get("/v1/plans")
+
+    def test_gzip_is_read_once(self):
+        client = client_of(lambda _: coded(gzip.compress(pack({"plans": []})), "gzip"))
+        assert client.get("/v1/plans").body == {"plans": []}
+
+    def test_gzip_that_inflates_beyond_the_bound_is_refused(self):
+        bomb = gzip.compress(bytes(MAX_ANSWER_BYTES + 1), 1)
+        with pytest.raises(CorruptAnswer, match="inflates to more than"):
+            client_of(lambda _: coded(bomb, "gzip"), deadline_s=1.0).get("/v1/plans")
+
+    @pytest.mark.parametrize("change", [lambda z: z[:-9], lambda z: z + b"x", lambda z: b"no gzip"])
+    def test_damaged_gzip_is_refused(self, change):
+        damaged = change(gzip.compress(pack({"plans": []})))
+        with pytest.raises(CorruptAnswer, match="compression is damaged"):
+            client_of(lambda _: coded(damaged, "gzip"), deadline_s=0.2).get("/v1/plans")
+
     def test_body_that_is_not_its_content_digest_is_refused(self):
         def handler(_: httpx.Request) -> httpx.Response:
             headers = {"Content-Type": MSGPACK, "Content-Digest": "sha-256=:AAAA:"}
@@ -288,6 +318,17 @@ class TestRefusals:
         with pytest.raises(ServerRefused) as caught:
             client_of(lambda _: httpx.Response(404, html="<h1>nginx</h1>")).post_plan(small_request())
         assert caught.value.problem.status == 404
+        assert "'text/html'" in str(caught.value)
+        assert "BUCKETPLAN_SERVER" in caught.value.remedy
+
+    def test_redirect_says_where_to_and_what_to_do(self):
+        headers = {"Location": "https://login.example/"}
+        with pytest.raises(ServerRefused, match=r"redirected to 'https://login\.example/'.*BUCKETPLAN_SERVER"):
+            client_of(lambda _: httpx.Response(302, headers=headers)).plan(small_request())
+
+    def test_answer_without_a_document_is_named(self):
+        with pytest.raises(ServerRefused, match="204 with no document"):
+            client_of(lambda _: httpx.Response(204)).plan(small_request())
 
     def test_signature_mismatch_that_repeats_is_the_servers_word(self):
         calls: list[int] = []
