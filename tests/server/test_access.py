@@ -348,6 +348,8 @@ class TestNamespaces:
     def test_a_token_that_ends_while_a_call_waits_gets_no_answer(self, guarded):
         guarded.post("rank", "/v1/jobs/poll/attempts", open_body("a"))
         job, plan = "/v1/jobs/poll/attempts/1", f"/v1/plans/{small_request(901).signature}"
+        # Once it counts as stalled, nothing changes any more by itself.
+        wait_until(lambda: guarded.call("auditor", "GET", job).headers["etag"].endswith('-1"'))
         seen = guarded.call("auditor", "GET", job).headers["etag"]
         for path, headers in ((job, {"If-None-Match": seen}), (plan, {})):
             name = f"waits-{path[4]}"
@@ -359,7 +361,6 @@ class TestNamespaces:
                 )
                 cli_tokens.revoke(load_settings(database=guarded.server.database), name, reason="test")
                 wait_until(lambda bearer=bearer: httpx.get(guarded.server.url + job, headers=bearer).status_code == 401)
-                assert not waiting.done()
                 answer = waiting.result()
             assert answer.status_code == 401
             assert "while the call waited" in answer.json()["detail"]
@@ -422,6 +423,20 @@ class TestNamespaces:
         assert [answer.status_code for answer in answers] == [403, 201]
         assert "without one" in answers[0].json()["detail"]
         assert guarded.call("a-auditor", "GET", "/v1/profiles/shared").json()["version"] == 1
+
+    def test_who_changed_a_shared_plan_and_why_stays_in_the_namespace(self, guarded, signature):
+        secret = "for the launch of llama"
+        body = {"reason": secret, "options": {"strategy": "none"}}
+        assert guarded.post("a-operator", f"/v1/plans/{signature}/revisions", body).status_code == 201
+        for team in ("a", "b"):
+            guarded.post(f"{team}-rank", "/v1/jobs/shares/attempts", open_body("a"))
+            guarded.post(f"{team}-rank", "/v1/jobs/shares/attempts/1/reports", report_body(signature))
+        paths = (f"/v1/plans/{signature}/revisions", "/v1/events?limit=1000", f"/plans/{signature}", "/events")
+        for path in paths:
+            texts = {name: guarded.call(name, "GET", path) for name in ("a-auditor", "b-auditor", "auditor")}
+            assert {answer.status_code for answer in texts.values()} == {200}
+            assert [secret in answer.text for answer in texts.values()] == [True, False, True], path
+            assert "a-operator" not in texts["b-auditor"].text
 
     def test_activation_stays_in_the_namespace(self, guarded, signature):
         added = guarded.post(

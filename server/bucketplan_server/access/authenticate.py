@@ -76,6 +76,13 @@ class Access:
         if secret is None or self.table.valid(secret) is None:
             raise unauthorized("the token was revoked or has expired while the call waited", presented=True)
 
+    def attribution(self, caller: Principal, actor: str, reason: str) -> tuple[str, str]:
+        """Who did something to a shared plan and why, as `caller` may know it: not what another namespace wrote."""
+        theirs = self.table.namespace_of(actor)
+        if caller.namespace is None or theirs is None or theirs == caller.namespace:
+            return actor, reason
+        return "another namespace", "not shown outside that namespace"
+
     def refused(self, scope: Scope, reason: str, problem: Problem, *, token: str | None = None) -> Problem:
         """Log and count a refusal; answers `problem`. Neither secrets nor query strings are logged."""
         self._metrics.count("bucketplan_access_refused_total", reason)

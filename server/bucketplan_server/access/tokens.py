@@ -58,11 +58,12 @@ class Token:
 class TokenTable:
     """Every token by its hash, revoked and expired ones too, so that a refusal can name them."""
 
-    __slots__ = ("_by_hash", "required")
+    __slots__ = ("_by_hash", "_namespaces", "required")
 
     def __init__(self, *, required: bool) -> None:
         self.required = required
         self._by_hash: dict[bytes, tuple[Token, Principal, int]] = {}
+        self._namespaces: dict[str, str | None] = {}
 
     def __len__(self) -> int:
         return len(self._by_hash)
@@ -70,6 +71,8 @@ class TokenTable:
     def replace(self, tokens: Iterable[Token]) -> None:
         """Hold these from now on. The first token there ever was closes the server to callers without one, for good."""
         ends_never = 2**63
+        tokens = list(tokens)
+        self._namespaces = {token.name: token.namespace for token in tokens}
         self._by_hash = {
             token.hash: (
                 token,
@@ -90,6 +93,11 @@ class TokenTable:
         if found is None or not hmac.compare_digest(found[0].hash, hashed) or time.time_ns() >= found[2]:
             return None
         return found[1]
+
+    def namespace_of(self, name: str) -> str | None:
+        """The namespace of the token of this name, valid or not; None for one without and for no token. Names are
+        never used again, so this also holds of what a token did long ago."""
+        return self._namespaces.get(name)
 
     def known(self, secret: bytes) -> Token | None:
         """The token of this secret, valid or not."""

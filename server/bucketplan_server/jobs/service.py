@@ -179,8 +179,8 @@ class JobService:
             if expected and one.rank not in expected:
                 raise Problem(
                     "conflict",
-                    f"rank {one.rank} is none of the {len(expected)} participants that attempt {attempt} of job {job!r} was "
-                    "opened with; nothing of this call is stored",
+                    f"rank {one.rank} is none of the {len(expected)} participants with which attempt {attempt} of job "
+                    f"{job!r} was opened; nothing of this call is stored",
                     fields={"path": f"body.reports[{index}].rank", "value": one.rank},
                 )
         key = (job, attempt, cause)

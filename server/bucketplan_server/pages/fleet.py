@@ -57,7 +57,7 @@ async def overview(request: Request, state: State, caller: Caller) -> Response:
         "overview.html",
         counts=counts,
         divergences=tallies["bucketplan_divergences_total", ""],
-        events=[_event(row, caller) for row in events],
+        events=[_event(row, caller, state) for row in events],
         hits=hits,
         hit_ppm=None if not looked else sum(hits.values()) * 1_000_000 // looked,
         jobs=await _with_states(state, caller, jobs),
@@ -156,7 +156,7 @@ async def events(request: Request, state: State, caller: Caller) -> Response:
         request,
         "events.html",
         before=before,
-        events=[_event(row, caller) for row in shown],
+        events=[_event(row, caller, state) for row in shown],
         following=shown[-1]["seq"] if len(rows) > _PAGE else None,
         given=given,
         kinds=KINDS,
@@ -199,14 +199,16 @@ def _plan(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, "groups": row["groups"].split("\n")}
 
 
-def _event(row: Mapping[str, Any], caller: Principal) -> dict[str, Any]:
+def _event(row: Mapping[str, Any], caller: Principal, state: AppState) -> dict[str, Any]:
+    actor, reason = state.access.attribution(caller, row["actor"], row["reason"])
     body = unpack(row["body"])
     assert isinstance(body, dict)
     if isinstance(body.get("job"), str):
         body["job"] = caller.shown(str(body["job"]))
     if isinstance(body.get("reports"), list):
         body["reports"] = f"{len(body['reports'])} reports"
-    return {**row, "body": body, "job": row["job"] and caller.shown(row["job"])}
+    job = row["job"] and caller.shown(row["job"])
+    return {**row, "actor": actor, "body": body, "job": job, "reason": reason}
 
 
 def _day_ns(text: str, name: str) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path
@@ -37,7 +37,10 @@ def revision_of(request: Request, name: str = "revision") -> int | None:
 
 async def revisions_for(state: AppState, caller: Principal, signature: str) -> list[dict[str, Any]]:
     """Revisions as the page lists them, jobs of other namespaces left out."""
-    rows: list[RevisionRow] = await state.revisions.revisions(signature)
+    rows: list[RevisionRow] = []
+    for row in await state.revisions.revisions(signature):
+        actor, reason = state.access.attribution(caller, row.actor, row.reason)
+        rows.append(replace(row, actor=actor, reason=reason))
     return [
         {
             "active_for": [caller.shown(job) for job in row.active_for if job and caller.sees(job)],

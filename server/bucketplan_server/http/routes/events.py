@@ -55,10 +55,13 @@ async def list_events(
         )
     except StoreError as error:
         raise state.plans.store_unavailable(error) from None
-    events: list[WireValue] = [
-        {**row, "body": _shown(caller, unpack(row["body"])), "job": row["job"] and caller.shown(row["job"])}
-        for row in found
-    ]
+    events: list[WireValue] = []
+    for row in found:
+        actor, reason = state.access.attribution(caller, row["actor"], row["reason"])
+        job_shown = row["job"] and caller.shown(row["job"])
+        events.append(
+            {**row, "actor": actor, "body": _shown(caller, unpack(row["body"])), "job": job_shown, "reason": reason}
+        )
     return answer({"events": events}, encoding)
 
 

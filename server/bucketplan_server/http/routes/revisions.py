@@ -18,7 +18,7 @@ from bucketplan_server.http.bodies import read_document
 from bucketplan_server.http.describe import DIGEST, body_of, both, obj, problems
 from bucketplan_server.http.negotiation import MSGPACK_TYPE, body_encoding
 from bucketplan_server.http.routes.plans import Signature
-from bucketplan_server.http.state import State, cause_of
+from bucketplan_server.http.state import AppState, State, cause_of
 from bucketplan_server.problems import refuse
 from bucketplan_server.store.revisions import Activation, RevisionRow
 
@@ -92,7 +92,7 @@ async def get_profile(request: Request, state: State, signature: Signature) -> R
 async def list_revisions(request: Request, state: State, caller: Caller, signature: Signature) -> Response:
     encoding = wanted_encoding(request)
     found = await state.revisions.revisions(signature)
-    return answer({"revisions": [_readable(row, caller) for row in found], "signature": signature}, encoding)
+    return answer({"revisions": [_readable(row, caller, state) for row in found], "signature": signature}, encoding)
 
 
 @router.post(
@@ -184,16 +184,17 @@ def _buckets(value: WireValue) -> tuple[tuple[int, ...], ...]:
     return tuple(read)
 
 
-def _readable(row: RevisionRow, caller: Principal) -> dict[str, WireValue]:
+def _readable(row: RevisionRow, caller: Principal, state: AppState) -> dict[str, WireValue]:
+    actor, reason = state.access.attribution(caller, row.actor, row.reason)
     return {
         "active_for": [caller.shown(job) for job in row.active_for if not job or caller.sees(job)],
-        "actor": row.actor,
+        "actor": actor,
         "created_ns": row.created_ns,
         "digest": row.digest,
         "options": unpack(row.options),
         "origin": row.origin,
         "parent": row.parent,
         "planner": row.planner,
-        "reason": row.reason,
+        "reason": reason,
         "revision": row.revision,
     }
