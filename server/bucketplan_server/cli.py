@@ -87,7 +87,7 @@ def serve(**flags: Any) -> None:
     from bucketplan_server.serve import run
     from bucketplan_server.store.engine import StoreError
     from bucketplan_server.store.lock import LockHeld, SeveralNames
-    from bucketplan_server.store.migrate import SchemaTooNew
+    from bucketplan_server.store.migrate import SchemaRefused
 
     settings = _settings(flags)
     try:
@@ -97,7 +97,7 @@ def serve(**flags: Any) -> None:
     configure_logs(settings.log_level, settings.log_format)
     try:
         run(settings)
-    except (LockHeld, SeveralNames, SchemaTooNew, StoreError) as error:
+    except (LockHeld, SeveralNames, SchemaRefused, StoreError) as error:
         _fail(str(error))
 
 
@@ -107,7 +107,7 @@ def migrate(**flags: Any) -> None:
     """Bring the database to this release's tables (serve does it by itself at start)."""
     from bucketplan_server.store.engine import StoreError, open_store
     from bucketplan_server.store.lock import LockHeld, SeveralNames
-    from bucketplan_server.store.migrate import SchemaTooNew, head_revision
+    from bucketplan_server.store.migrate import SchemaRefused, head_revision
 
     settings = _settings(flags)
 
@@ -117,7 +117,7 @@ def migrate(**flags: Any) -> None:
 
     try:
         asyncio.run(upgrade())
-    except (LockHeld, SeveralNames, SchemaTooNew, StoreError) as error:
+    except (LockHeld, SeveralNames, SchemaRefused, StoreError) as error:
         _fail(str(error))
     typer.echo(f"{settings.database} is at migration {head_revision()}")
 
@@ -178,13 +178,13 @@ app.add_typer(cli_tokens.app)
 
 def _manage(work: Callable[[], T]) -> T:
     from bucketplan_server.store.engine import StoreError
-    from bucketplan_server.store.migrate import SchemaTooNew
+    from bucketplan_server.store.migrate import SchemaRefused
 
     try:
         return work()
     except cli_tokens.TokenError as error:
         _fail(str(error), EXIT_USAGE)
-    except (SchemaTooNew, StoreError) as error:
+    except (SchemaRefused, StoreError) as error:
         _fail(str(error))
 
 

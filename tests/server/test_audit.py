@@ -13,9 +13,12 @@ import httpx
 import pytest
 
 from bucketplan_core.attempt import RankReport
+from bucketplan_server import cli_tokens
 from bucketplan_server.audit import Verification, verify
 from bucketplan_server.planner.revise import replay
-from bucketplan_server.store.engine import open_for_reading
+from bucketplan_server.settings import load_settings
+from bucketplan_server.store.engine import StoreDamaged, open_for_reading, open_store
+from bucketplan_server.store.migrate import SchemaUnclear, head_revision
 from tests.server.test_attempts import open_attempt, report
 from tests.server.test_profiles import measured
 from tests.server.test_revisions import known, send
@@ -24,7 +27,7 @@ from tests.support.server import running_server
 
 TABLES = (
     "active", "attempts", "epochs", "events", "hardware_profiles", "job_signatures", "profiles", "quarantine",
-    "reports", "revisions", "signatures",
+    "reports", "revisions", "signatures", "tokens",
 )  # fmt: skip
 
 
@@ -64,7 +67,11 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert online["findings"] == []
         assert (online["holds"], online["num_replayed"], online["num_revisions"]) == (True, 6, 6)
         server.terminate()
-        return Path(server.database)
+        database = Path(server.database)
+        settings = load_settings(database=str(database))
+        secret = cli_tokens.create(settings, "ci", role="auditor", namespace=None, expires="90d", reason="made")
+        database.with_name("secret").write_text(secret)
+        return database
 
 
 def check(database: Path, *, plan_again: bool = False, head: tuple[int, str] | None = None) -> Verification:
@@ -119,6 +126,138 @@ def test_every_cell_of_the_database_is_covered(history, tmp_path):
         if not any(finding.where.startswith(table) for finding in check(copy).findings):
             missed.append(f"{table}.{column}")
     assert missed == []
+
+
+WRONG = {
+    "null": "NULL",
+    "text": "'text'",
+    "bytes that are no UTF-8": "CAST(x'80ff' AS TEXT)",
+    "blob": "x'80ff'",
+    "int": "-5",
+    "float": "1.5",
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_value_of_any_type_in_any_column_is_a_finding_and_stops_nothing(history, tmp_path, kind):
+    copy = tmp_path / "copy.db"
+    shutil.copyfile(history, copy)
+    with contextlib.closing(sqlite3.connect(copy)) as connection:
+        # As a damaged file may hold it: SQLite itself would refuse to write NULL into most columns.
+        connection.execute("PRAGMA writable_schema=ON")
+        connection.execute("UPDATE sqlite_master SET sql = replace(sql, 'NOT NULL', '') WHERE type = 'table'")
+        connection.commit()
+    missed = []
+    for table, column in columns(history):
+        with contextlib.closing(sqlite3.connect(copy)) as connection:
+            rowid, before = connection.execute(
+                f"SELECT max(rowid), {column} FROM {table} WHERE rowid = (SELECT max(rowid) FROM {table})"
+            ).fetchone()
+            connection.execute(f"UPDATE {table} SET {column} = {WRONG[kind]} WHERE rowid = ?", [rowid])
+            connection.commit()
+        if before is not None or kind != "null":
+            named = [finding.where for finding in check(copy).findings]
+            if not any(where.startswith(table) for where in named):
+                missed.append((table, column, named))
+        with contextlib.closing(sqlite3.connect(copy)) as connection:
+            connection.execute(f"UPDATE {table} SET {column} = ? WHERE rowid = ?", [before, rowid])
+            connection.commit()
+    assert missed == []
+    assert check(copy).holds, "every change was taken back"
+
+
+def test_the_type_and_the_column_are_named(history, tmp_path):
+    copy = tmp_path / "copy.db"
+    shutil.copyfile(history, copy)
+    with contextlib.closing(sqlite3.connect(copy)) as connection:
+        connection.execute("UPDATE attempts SET request = 'text' WHERE job = 'mine' AND attempt = 1")
+        connection.execute("UPDATE tokens SET hash = x'00'")
+        connection.commit()
+    found = {finding.where: finding.detail for finding in check(copy).findings}
+    assert found["attempts[mine, 1].request"] == "is of type text, must be blob"
+    assert found["tokens[ci].hash"] == "is of type blob, must be text"
+
+
+@pytest.fixture
+def damaged_index(history, tmp_path) -> Path:
+    """One byte of a key in the index of `active` is another, so that the row is not found by its signature."""
+    copy = tmp_path / "copy.db"
+    shutil.copyfile(history, copy)
+    with contextlib.closing(sqlite3.connect(copy)) as connection:
+        (size,) = connection.execute("PRAGMA page_size").fetchone()
+        (page,) = connection.execute(
+            "SELECT rootpage FROM sqlite_master WHERE name = 'sqlite_autoindex_active_1'"
+        ).fetchone()
+        (signature,) = connection.execute("SELECT signature FROM active WHERE job = '' AND revision = 3").fetchone()
+    content = bytearray(copy.read_bytes())
+    at = content.index(signature.encode(), (page - 1) * size, page * size) + 63
+    content[at] = ord("1") if content[at] == ord("0") else ord("0")
+    copy.write_bytes(content)
+    return copy
+
+
+def test_a_damaged_index_is_found_and_no_server_starts_on_it(damaged_index):
+    found = check(damaged_index).findings
+    assert any(finding.where == "database" and "active" in finding.detail for finding in found), found
+    with pytest.raises(StoreDamaged, match=r"active.*verify.*backup"):
+        asyncio.run(open_store(str(damaged_index), timeout_seconds=30))
+    command = [sys.executable, "-m", "bucketplan_server", "serve", "--port", "0", "--database", str(damaged_index)]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (refused.returncode, "Traceback" in refused.stderr) == (1, False)
+    assert "sqlite_autoindex_active_1" in refused.stderr
+    assert "verify" in refused.stderr
+    assert "backup" in refused.stderr
+
+
+def test_damage_that_comes_while_a_server_runs_is_found_online_and_no_404(history, tmp_path):
+    copy = tmp_path / "bucketplan.db"
+    shutil.copyfile(history, copy)
+    caller = {"Authorization": f"Bearer {history.with_name('secret').read_text()}"}
+    with (
+        running_server(tmp_path, database=str(copy)) as server,
+        httpx.Client(base_url=server.url, headers=caller) as client,
+    ):
+        assert client.get("/v1/events/verify").json()["holds"]
+        signatures = [plan["signature"] for plan in client.get("/v1/plans").json()["plans"]]
+        content = copy.read_bytes()
+        copy.write_bytes(content[:100] + b"\xff" * (len(content) - 100))
+        for signature in signatures:
+            answer = client.get(f"/v1/plans/{signature}")
+            assert answer.status_code in (200, 503), answer.text
+        answer = client.get("/v1/jobs/another/attempts")
+        assert answer.status_code in (200, 503)
+        found = client.get("/v1/events/verify").json()
+        assert not found["holds"]
+        assert any(finding["where"] == "database" for finding in found["findings"])
+        server.kill()
+
+
+def test_a_row_that_names_a_missing_one_is_found(history, tmp_path):
+    copy = tmp_path / "copy.db"
+    shutil.copyfile(history, copy)
+    with contextlib.closing(sqlite3.connect(copy)) as connection:
+        connection.execute("DELETE FROM signatures")
+        connection.commit()
+    assert any("names a row of signatures" in finding.detail for finding in check(copy).findings)
+
+
+@pytest.mark.parametrize("change", ["DELETE FROM", "UPDATE", "DROP TABLE"])
+def test_a_lost_migration_is_found_and_the_server_says_what_is_wrong(history, tmp_path, change):
+    copy = tmp_path / "copy.db"
+    shutil.copyfile(history, copy)
+    with contextlib.closing(sqlite3.connect(copy)) as connection:
+        connection.execute(f"{change} alembic_version" + (" SET version_num = '0001'" if change == "UPDATE" else ""))
+        connection.commit()
+    (finding,) = check(copy).findings
+    assert finding.where == "alembic_version.version_num"
+    if change != "DROP TABLE":
+        assert head_revision() in finding.detail
+    with pytest.raises(SchemaUnclear, match=r"alembic_version.*verify.*backup"):
+        asyncio.run(open_store(str(copy), timeout_seconds=30))
+    command = [sys.executable, "-m", "bucketplan_server", "serve", "--port", "0", "--database", str(copy)]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (refused.returncode, "Traceback" in refused.stderr) == (1, False)
+    assert "alembic_version" in refused.stderr
 
 
 @pytest.mark.soak

@@ -60,12 +60,17 @@ class Chain:
         for row in rows:
             seq = row["seq"]
             if seq != self.num_events + 1:
-                self.findings.append(Finding(f"events[{self.num_events + 1}]", f"is missing; the next one is {seq}"))
+                self.findings.append(
+                    Finding(f"events[{self.num_events + 1}]", f"is missing or unreadable; the next one is {seq}")
+                )
             elif row["previous"] != self.head:
                 self.findings.append(
                     Finding(f"events[{seq}].previous", f"names {row['previous']}, the event before has {self.head}")
                 )
-            actual = event_digest(row) if isinstance(row["body"], bytes) else "nothing: its body is no bytes"
+            try:
+                actual = event_digest(row)
+            except DecodeError as error:
+                actual = f"nothing: {error}"
             if actual != row["digest"]:
                 self.findings.append(Finding(f"events[{seq}]", f"hashes to {actual}, stored is {row['digest']}"))
             self.num_events = seq
@@ -74,6 +79,7 @@ class Chain:
                 body = unpack(row["body"])
                 if not isinstance(body, dict):
                     raise DecodeError("body", body, "must be a map")
+                _check_types(row, body)
                 self._note(row, Event(seq, row["at_ns"], row["actor"], row["reason"], body))
             except (DecodeError, KeyError, TypeError, ValueError) as error:
                 self.findings.append(Finding(f"events[{seq}].body", f"cannot be read: {error}"))
@@ -108,3 +114,32 @@ class Chain:
             self.hardware[body["name"], body["version"]] = event
         elif kind == "plan.quarantined":
             self.quarantined[signature, body["revision"]] = event
+
+
+_BODY_TYPES: dict[str, tuple[type, ...]] = {
+    "attempt": (int,),
+    "epoch": (str,),
+    "job": (str,),
+    "name": (str,),
+    "profile": (str,),
+    "reports": (list,),
+    "revision": (int, type(None)),
+    "signatures": (list,),
+    "version": (int,),
+}
+"""Types of what later checks use as names of rows, so that no content of a body can stop them."""
+
+
+def _check_types(row: Mapping[str, Any], body: Mapping[str, Any]) -> None:
+    """Raises `DecodeError` where an event names a row by something that cannot be a name."""
+    subject = "signature" if row["kind"].startswith(("plan.", "revision.")) else "job"
+    if row[subject] is None and not row["kind"].startswith(("token.", "profile.")):
+        raise DecodeError(subject, None, f"must be given by an event of kind {row['kind']}")
+    for name, types in _BODY_TYPES.items():
+        if name in body and type(body[name]) not in types:
+            raise DecodeError(f"body.{name}", body[name], f"must be {' or '.join(kind.__name__ for kind in types)}")
+    for report in body.get("reports", ()):
+        if not isinstance(report, list) or [type(part) for part in report] != [int, str, int, str]:
+            raise DecodeError("body.reports", report, "must be rank, slot, ordinal and digest")
+    if not all(isinstance(name, str) for name in body.get("signatures", ())):
+        raise DecodeError("body.signatures", body["signatures"], "must be signatures")

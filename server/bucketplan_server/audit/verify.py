@@ -7,11 +7,11 @@ that a server may go on working meanwhile.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Table, func, select, tuple_
+from sqlalchemy import select
 
 from bucketplan_core.attempt import OPEN_SLOT, AttemptRequest, RankReport
 from bucketplan_core.epoch import Epoch
@@ -22,10 +22,12 @@ from bucketplan_core.presets import MeasuredProfile
 from bucketplan_core.request import Request
 from bucketplan_core.wire import WireValue, digest_of, unpack
 from bucketplan_server.audit.chain import Chain, Event, Finding
+from bucketplan_server.audit.rows import TypedRows
 from bucketplan_server.audit.tokens import compare_tokens
 from bucketplan_server.planner.describe import request_facts
 from bucketplan_server.planner.planned import RevisionJob
-from bucketplan_server.store.engine import Store
+from bucketplan_server.store.engine import Store, StoreError
+from bucketplan_server.store.integrity import file_damage, foreign_key_damage
 from bucketplan_server.store.tables import (
     active,
     attempts,
@@ -38,13 +40,12 @@ from bucketplan_server.store.tables import (
     reports,
     revisions,
     signatures,
+    tokens,
 )
-from bucketplan_server.store.tokens import read_tokens
 
 __all__ = ["Finding", "Verification", "verify"]
 
 Replay = Callable[[RevisionJob, bytes], Awaitable[str | None]]
-_PAGE = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,7 @@ class _Run:
         self._store = store
         self._replay = replay
         self.chain = Chain()
+        self._rows = TypedRows(store, self._find)
         self.unreplayed: list[Finding] = []
         self.num_signatures = self.num_revisions = self.num_replayed = 0
         self._signatures: dict[str, tuple[str, int, str]] = {}
@@ -120,20 +122,36 @@ class _Run:
         self._epochs: dict[str, int] = {}
 
     async def run(self, expected_head: tuple[int, str] | None) -> None:
+        """Note every finding. Of a file that SQLite finds damaged, as much is checked as can be read."""
+        path = self._store.path
+        if path is not None:
+            for said in await asyncio.to_thread(file_damage, path):
+                self._find("database", f"the file is damaged: {said}")
+            for where, detail in await asyncio.to_thread(foreign_key_damage, path):
+                self._find(where, detail)
+        try:
+            await self._check(expected_head)
+        except StoreError as error:
+            if not self.chain.findings:
+                raise
+            self._find("database", f"cannot be read further: {error}")
+
+    async def _check(self, expected_head: tuple[int, str] | None) -> None:
         async with self._store.read() as connection:
-            head = int(await connection.scalar(select(func.max(events.c.seq))) or 0)
+            head = await self._rows.last(connection, events.c.seq)
+            await self._rows.note_migration(connection)
         await self._read_profiles()
         await self._read_signatures()
         await self._read_revisions()
         await self._read_jobs()
         async with self._store.read() as connection:
-            pointers = (await connection.execute(select(active))).mappings().all()
-            held = await read_tokens(connection)
-            marked = (await connection.execute(select(quarantine))).mappings().all()
-            self.chain.active_until = int(await connection.scalar(select(func.max(events.c.seq))) or 0)
+            pointers = await self._rows.all(connection, active)
+            held = await self._rows.all(connection, tokens)
+            marked = await self._rows.all(connection, quarantine)
+            self.chain.active_until = await self._rows.last(connection, events.c.seq)
         self._quarantined = {(row["signature"], row["revision"]): (row["found_ns"], row["detail"]) for row in marked}
         noted = None
-        async for rows in self._pages(events, (events.c.seq,)):
+        async for rows in self._rows.pages(events):
             self.chain.walk(rows)
             if expected_head is not None:
                 noted = next((row["digest"] for row in rows if row["seq"] == expected_head[0]), noted)
@@ -151,27 +169,13 @@ class _Run:
     def _find(self, where: str, detail: str) -> None:
         self.chain.findings.append(Finding(where, detail))
 
-    async def _pages(self, table: Table, key: Sequence[ColumnElement[Any]]) -> AsyncIterator[list[dict[str, Any]]]:
-        """Rows by primary key, a page a transaction, so that writers are never held up for long."""
-        after: tuple[Any, ...] | None = None
-        while True:
-            query = select(table).order_by(*key).limit(_PAGE)
-            if after is not None:
-                query = query.where(tuple_(*key) > tuple_(*after))
-            async with self._store.read() as connection:
-                rows = [dict(row) for row in (await connection.execute(query)).mappings()]
-            if not rows:
-                return
-            yield rows
-            after = tuple(rows[-1][column.name] for column in key)
-
     async def _read_profiles(self) -> None:
-        async for rows in self._pages(profiles, (profiles.c.digest,)):
+        async for rows in self._rows.pages(profiles):
             for row in rows:
                 self._profiles.add(row["digest"])
                 self._check_hash(f"profiles[{row['digest']}]", row["profile"], row["digest"])
 
-        async for rows in self._pages(hardware_profiles, (hardware_profiles.c.name, hardware_profiles.c.version)):
+        async for rows in self._rows.pages(hardware_profiles):
             for row in rows:
                 where = f"hardware_profiles[{row['name']}, {row['version']}]"
                 self._hardware[row["name"], row["version"]] = row
@@ -182,7 +186,7 @@ class _Run:
                         self._find(f"{where}.profile", f"cannot be read: {error}")
 
     async def _read_signatures(self) -> None:
-        async for rows in self._pages(signatures, (signatures.c.signature,)):
+        async for rows in self._rows.pages(signatures):
             for row in rows:
                 signature = row["signature"]
                 self.num_signatures += 1
@@ -200,7 +204,7 @@ class _Run:
                         self._find(f"{where}.{column}", f"is {row[column]!r}, the request says {value!r}")
 
     async def _read_revisions(self) -> None:
-        async for rows in self._pages(revisions, (revisions.c.signature, revisions.c.revision)):
+        async for rows in self._rows.pages(revisions):
             for row in rows:
                 self.num_revisions += 1
                 where = f"revisions[{row['signature']}, {row['revision']}]"
@@ -246,7 +250,7 @@ class _Run:
             self.num_replayed += 1
 
     async def _read_jobs(self) -> None:
-        async for rows in self._pages(epochs, (epochs.c.epoch,)):
+        async for rows in self._rows.pages(epochs):
             for row in rows:
                 where = f"epochs[{row['epoch']}]"
                 self._epochs[row["epoch"]] = row["created_ns"]
@@ -255,13 +259,12 @@ class _Run:
                         Epoch.decode(row["content"])
                     except BucketplanError as error:
                         self._find(f"{where}.content", f"cannot be read: {error}")
-        async for rows in self._pages(attempts, (attempts.c.job, attempts.c.attempt)):
+        async for rows in self._rows.pages(attempts):
             for row in rows:
                 self._attempts[row["job"], row["attempt"]] = row
         # Once before the reports and once after: a report that comes meanwhile is then no finding either way.
         before = await self._job_signatures()
-        key = (reports.c.job, reports.c.attempt, reports.c.rank, reports.c.slot, reports.c.ordinal)
-        async for rows in self._pages(reports, key):
+        async for rows in self._rows.pages(reports):
             for row in rows:
                 name = (row["job"], row["attempt"], row["rank"], row["slot"], row["ordinal"])
                 self._reports[name] = (digest_of(row["report"]), row["received_ns"])
@@ -278,7 +281,7 @@ class _Run:
 
     async def _job_signatures(self) -> set[tuple[str, str]]:
         kept: set[tuple[str, str]] = set()
-        async for rows in self._pages(job_signatures, (job_signatures.c.job, job_signatures.c.signature)):
+        async for rows in self._rows.pages(job_signatures):
             kept.update((row["job"], row["signature"]) for row in rows)
         return kept
 
@@ -369,7 +372,11 @@ class _Run:
             self._compare(f"{where}.opened_ns", row["opened_ns"], found.at_ns, found)
             self._compare(f"{where}.actor", row["actor"], found.actor, found)
             if digest_of(row["request"]) == found.body.get("request"):
-                key = AttemptRequest.read(Fields(unpack(row["request"]), "request")).key
+                try:
+                    key = AttemptRequest.read(Fields(unpack(row["request"]), "request")).key
+                except BucketplanError as error:
+                    self._find(f"{where}.request", f"cannot be read: {error}")
+                    continue
                 if row["key"] != key:
                     self._find(f"{where}.key", f"is {row['key']!r}, the leader's body says {key!r}")
         for report, (seq, digest) in self.chain.reports.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -19,24 +20,43 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool
 
+from bucketplan_server.store.integrity import file_damage
 from bucketplan_server.store.lock import FileLock
 from bucketplan_server.store.migrate import upgrade
 
-__all__ = ["Store", "StoreError", "open_for_reading", "open_store", "plain_row", "store_url"]
+__all__ = ["Store", "StoreDamaged", "StoreError", "open_for_reading", "open_store", "plain_row", "store_url"]
 
 _WRITER_LOCK = 0x6275636B6574
 """Key of the advisory lock that orders writers on PostgreSQL: "bucket" in ASCII."""
+
+
+_SHOWN_DAMAGE = 3
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 class StoreError(Exception):
     """The store could not be read or written; nothing was changed by the transaction that failed."""
 
 
+class StoreDamaged(StoreError):
+    """The file is no whole SQLite database; `found` is what SQLite said. Repeating a call does not help."""
+
+    def __init__(self, found: str) -> None:
+        self.found = found
+        super().__init__(
+            f"the database file is damaged: {found}. Stop the server, keep the file, and see what is lost with "
+            "bucketplan-server verify; then restore a backup, or let sqlite3's .recover rebuild the file"
+        )
+
+
 class Store:
     """Transactions on the database; made by `open_store`."""
 
-    def __init__(self, engine: AsyncEngine, *, timeout_seconds: float, lock: FileLock | None = None) -> None:
+    def __init__(
+        self, engine: AsyncEngine, *, timeout_seconds: float, lock: FileLock | None = None, path: Path | None = None
+    ) -> None:
         self._engine = engine
+        self.path = path
         self._timeout = timeout_seconds
         self._lock = lock
         self.is_postgres = engine.dialect.name == "postgresql"
@@ -110,6 +130,8 @@ class Store:
                 yield connection
         except (SQLAlchemyError, OSError, TimeoutError) as error:
             self.errors += 1
+            if getattr(getattr(error, "orig", None), "sqlite_errorcode", 0) & 0xFF in _DAMAGED:
+                raise StoreDamaged(_reason(error)) from error
             raise StoreError(_reason(error)) from error
 
 
@@ -138,16 +160,23 @@ async def open_store(database: str, *, timeout_seconds: float) -> Store:
     """Open `database` and bring its tables up to date.
 
     Raises `LockHeld` when another server has the SQLite file, `SeveralNames` for one with hard links, `SchemaTooNew`
-    when a newer release wrote it, `StoreError` when it cannot be opened.
+    when a newer release wrote it, `SchemaUnclear` when it does not say which release did, `StoreDamaged` for a SQLite
+    file that is not whole, `StoreError` when it cannot be opened.
     """
     url = store_url(database)
-    lock = None
+    lock = path = None
     if url.get_backend_name() == "sqlite":
-        lock = _lock_file(Path(url.database or ""))
+        path = Path(url.database or "")
+        lock = _lock_file(path)
+        try:
+            await _refuse_damage(path)
+        except BaseException:
+            lock.release()
+            raise
         engine = _sqlite(url)
     else:
         engine = create_async_engine(url, pool_size=8, max_overflow=8, pool_pre_ping=True, pool_timeout=timeout_seconds)
-    store = Store(engine, timeout_seconds=timeout_seconds, lock=lock)
+    store = Store(engine, timeout_seconds=timeout_seconds, lock=lock, path=path)
     try:
         async with store.write() as connection:
             await connection.run_sync(upgrade)
@@ -160,11 +189,13 @@ async def open_store(database: str, *, timeout_seconds: float) -> Store:
 async def open_for_reading(database: str, *, timeout_seconds: float) -> Store:
     """Open `database` to read it only, beside a server that may have it open; raises `StoreError`."""
     url = store_url(database)
+    path = None
     if url.get_backend_name() == "sqlite":
+        path = Path(url.database or "")
         engine = _read_only(url)
     else:
         engine = create_async_engine(url, pool_size=1, max_overflow=0)
-    store = Store(engine, timeout_seconds=timeout_seconds)
+    store = Store(engine, timeout_seconds=timeout_seconds, path=path)
     try:
         await store.ping()
     except BaseException:
@@ -179,6 +210,13 @@ def _read_only(url: URL) -> AsyncEngine:
         raise StoreError(f"there is no file {path}")
     reading = URL.create("sqlite+aiosqlite", database=f"file:{quote(str(path))}", query={"mode": "ro", "uri": "true"})
     return create_async_engine(reading, pool_size=1, max_overflow=0)
+
+
+async def _refuse_damage(path: Path) -> None:
+    """Before the file is opened for writing, raises `StoreDamaged` unless it is whole."""
+    found = await asyncio.to_thread(file_damage, path)
+    if found:
+        raise StoreDamaged("; ".join(found[:_SHOWN_DAMAGE]) + (" ..." if len(found) > _SHOWN_DAMAGE else ""))
 
 
 def _lock_file(path: Path) -> FileLock:
