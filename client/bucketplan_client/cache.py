@@ -16,8 +16,10 @@ import fcntl
 import hashlib
 import logging
 import os
+import stat
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -34,6 +36,9 @@ _LOG = logging.getLogger(__name__)
 
 DEFAULT_MAX_BYTES = 512 * 2**20
 """Some ten thousand plans of large models."""
+_MAX_FILE_BYTES = 64 * 2**20
+"""What the client takes of the server at most; no file of the cache is larger."""
+_DIGEST_BYTES = 64
 _KEEP_EPOCHS = 8
 _TRIM_TO = 0.8
 """A trim goes below the bound by this much, so that the next write does not trim again."""
@@ -78,11 +83,11 @@ class PlanCache:
         names = [epoch.id] if override is not None else [epoch.id, _PLANNER]
         for name in names:
             index = self._index(signature, name)
-            data = self._read(index)
+            data = self._read(index, most_bytes=_DIGEST_BYTES)
             digest = data.decode("ascii", "replace") if data is not None else None
             if digest is None:
                 continue
-            if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
+            if len(digest) != _DIGEST_BYTES or not set(digest) <= set("0123456789abcdef"):
                 self._discard(index, "it holds no digest")
                 continue
             plan = self._blob(digest, signature)
@@ -107,7 +112,7 @@ class PlanCache:
         self._write(folder / f"{epoch.id}.epoch", epoch.encoded)
         for path in _newest_first(folder)[_KEEP_EPOCHS:]:
             with suppress(OSError):
-                path.unlink()
+                _remove(path)
 
     def epochs(self, job: str) -> list[str]:
         """Ids of the epochs that attempts of `job` committed to, the latest first."""
@@ -161,14 +166,25 @@ class PlanCache:
         # Job names are the user's; a hash is a file name on every file system.
         return self.folder / "epochs" / hashlib.sha256(job.encode()).hexdigest()[:32]
 
-    def _read(self, path: Path) -> bytes | None:
+    def _read(self, path: Path, *, most_bytes: int = _MAX_FILE_BYTES) -> bytes | None:
         try:
-            return path.read_bytes()
+            # Without O_NONBLOCK the opening of a named pipe would wait for somebody who writes to it.
+            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                os.close(handle)
+                self._discard(path, "it is no regular file")
+                return None
+            with os.fdopen(handle, "rb") as file:
+                data = file.read(most_bytes + 1)
         except FileNotFoundError:
             return None
         except OSError as error:
             _LOG.warning("cannot read cached file %s: %s", path, error)
             return None
+        if len(data) > most_bytes:
+            self._discard(path, f"it is larger than {most_bytes} bytes")
+            return None
+        return data
 
     def _write(self, path: Path, data: bytes) -> bool:
         try:
@@ -179,7 +195,11 @@ class PlanCache:
                     file.write(data)
                     file.flush()
                     os.fsync(file.fileno())
-                os.replace(temporary, path)
+                try:
+                    os.replace(temporary, path)
+                except IsADirectoryError:
+                    _remove(path)
+                    os.replace(temporary, path)
             except BaseException:
                 with suppress(OSError):
                     os.unlink(temporary)
@@ -194,7 +214,7 @@ class PlanCache:
         self.statistics.num_damaged += 1
         _LOG.warning("%s", CacheDamaged(str(path), reason))
         with suppress(OSError):
-            path.unlink()
+            _remove(path)
 
     def _files(self) -> Iterator[os.DirEntry[str]]:
         pending = [str(self.folder)]
@@ -245,18 +265,32 @@ class PlanCache:
         """Whether this process got the trimming lock; another one that trims is as good."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            file = open(self.folder / "lock", "ab")  # noqa: SIM115  (closed below, on every path)
+            # Opened for reading too and without waiting: a named pipe of that name must not hold the process.
+            handle = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
         except OSError as error:
             _LOG.warning("cannot lock the plan cache %s: %s", self.folder, error)
             yield False
             return
-        with file:
+        try:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 yield False
                 return
             yield True
+        finally:
+            os.close(handle)
+
+
+def _remove(path: Path) -> None:
+    """Remove what stands at `path`; a folder with something in it is moved aside, since none of that is ours."""
+    try:
+        path.unlink()
+    except (IsADirectoryError, PermissionError):
+        try:
+            path.rmdir()
+        except OSError:
+            path.rename(path.with_name(f".damaged-{uuid.uuid4().hex}"))
 
 
 def _newest_first(folder: Path) -> list[Path]:

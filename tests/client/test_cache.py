@@ -132,6 +132,47 @@ class TestDamage:
         assert cache.epoch("llama", small_epoch().id) is None
         assert not path.exists()
 
+    @pytest.mark.parametrize("pattern", ["blobs/*/*.plan", "index/*/*", "epochs/*/*.epoch"])
+    @pytest.mark.parametrize("kind", ["empty folder", "folder", "pipe", "large file"])
+    def test_other_things_in_place_of_a_file_are_seen_and_replaced(self, cache, pattern, kind):
+        plan, epoch = planned(), small_epoch()
+        cache.keep(plan, epoch)
+        cache.keep_epoch(epoch)
+        for path in cache.folder.glob(pattern):
+            path.unlink()
+            if kind == "pipe":
+                os.mkfifo(path)
+            elif kind == "large file":
+                path.touch()
+                os.truncate(path, 2**40)
+            else:
+                path.mkdir()
+                if kind == "folder":
+                    (path / "file").write_text("not ours")
+        if kind in ("pipe", "large file"):
+            assert None in (cache.plan(plan.decision.signature, epoch), cache.epoch("llama", epoch.id))
+            assert cache.statistics.num_damaged >= 1
+        # A folder is left where it is, so that keeping alone has to replace it.
+        cache.keep(plan, epoch)
+        cache.keep_epoch(epoch)
+        assert cache.plan(plan.decision.signature, epoch).encoded == plan.encoded
+        assert cache.epoch("llama", epoch.id) == epoch
+
+    def test_folder_in_place_of_a_file_is_discarded_by_reading(self, cache):
+        cache.keep(planned(), small_epoch())
+        (blob,) = cache.folder.glob("blobs/*/*.plan")
+        blob.unlink()
+        blob.mkdir()
+        assert cache.plan(small_request().signature, small_epoch()) is None
+        assert not blob.exists()
+
+    def test_pipe_in_place_of_the_lock_holds_nobody(self, cache):
+        cache.keep(planned(), small_epoch())
+        (cache.folder / "lock").unlink(missing_ok=True)
+        os.mkfifo(cache.folder / "lock")
+        cache.trim()
+        assert cache.plan(small_request().signature, small_epoch()) is not None
+
     def test_folder_that_cannot_be_written_costs_nothing_but_a_warning(self, tmp_path, caplog):
         (tmp_path / "file").write_text("no folder")
         cache = PlanCache(tmp_path / "file" / "cache")
