@@ -11,6 +11,7 @@ from bucketplan_core.collectives import Options
 from bucketplan_core.epoch import Epoch
 from bucketplan_core.errors import DecodeError
 from bucketplan_core.wire import pack, unpack
+from bucketplan_server.jobs.status import attempt_status
 from bucketplan_server.store.events import Cause
 from tests.support.documents import MSGPACK, SIZE, plan_body, small_request
 from tests.support.inprocess import in_process
@@ -348,3 +349,29 @@ def test_a_thousand_ranks_report_at_once(tmp_path):
         assert server.metric("bucketplan_reports_total") == 1000
         with httpx.Client(base_url=server.url) as client:
             assert status(client, "fleet", 1)["opening"]["state"] == "agreed"
+
+
+def test_a_group_looks_at_its_own_ranks_reports_alone():
+    """The list of all reports is gone through as often for many groups as for one: a fleet's state stays linear."""
+
+    class Counted(list):
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            return super().__iter__()
+
+    def passes(num_groups: int) -> int:
+        groups = tuple((2 * index, 2 * index + 1) for index in range(num_groups))
+        reports = Counted(
+            RankReport(rank=rank, slot="joint", digests={"fsdp": "b" * 64}, members={"fsdp": group})
+            for group in groups
+            for rank in group
+        )
+        state = attempt_status(
+            {"fsdp": groups}, reports, pruned=None, opened_ns=0, now_ns=1, stall_ns=9, difference=lambda *_: None
+        )
+        assert [group["state"] for group in state["groups"]] == ["agreed"] * num_groups
+        return reports.passes
+
+    assert passes(50) == passes(1)

@@ -54,9 +54,10 @@ def attempt_status(
     """
     opened = {report.rank: report.uuid for report in reports if report.slot == OPEN_SLOT}
     groups = _groups(participants, reports)
+    by_rank = _by_role_and_rank(reports)
     return {
         "groups": [
-            _group_status(role, members, opened, reports, difference, is_pruned=pruned is not None)
+            _group_status(role, members, opened, by_rank, difference, is_pruned=pruned is not None)
             for role, members in groups
         ],
         "num_reports": len(reports),
@@ -107,19 +108,29 @@ def _groups(participants: Participants, reports: Sequence[RankReport]) -> list[t
     return sorted(found)
 
 
+def _by_role_and_rank(reports: Sequence[RankReport]) -> dict[tuple[str, int], list[RankReport]]:
+    """Reports of graphs that speak of a role, by it and their rank: each group then looks at its own ranks' alone."""
+    found: dict[tuple[str, int], list[RankReport]] = {}
+    for report in reports:
+        if report.slot != OPEN_SLOT:
+            for role in report.digests.keys() | report.members.keys():
+                found.setdefault((role, report.rank), []).append(report)
+    return found
+
+
 def _group_status(
     role: str,
     members: tuple[int, ...],
     opened: Mapping[int, str | None],
-    reports: Sequence[RankReport],
+    by_rank: Mapping[tuple[str, int], Sequence[RankReport]],
     difference: Difference,
     *,
     is_pruned: bool,
 ) -> dict[str, WireValue]:
-    inside = set(members)
     slots: dict[tuple[str, int], list[RankReport]] = {}
-    for report in reports:
-        if report.rank in inside and report.slot != OPEN_SLOT and (role in report.digests or role in report.members):
+    # By rank, as the store lists them, so that slots keep the order in which the lowest ranks reported them.
+    for rank in sorted(members):
+        for report in by_rank.get((role, rank), ()):
             slots.setdefault((report.slot, report.ordinal), []).append(report)
     listed = [_slot_status(slot, ordinal, role, members, found, difference) for (slot, ordinal), found in slots.items()]
     states = {str(slot["state"]) for slot in listed}
