@@ -216,6 +216,38 @@ class TestCalibrate:
 
 
 class TestForm:
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ("show", ""),
+            ("diff", A.signature, ""),
+            ("job", ""),
+            ("events", "--signature", ""),
+            ("activate", "", "--revision", "1", "--reason", "r"),
+            ("activate", A.signature, "--revision", "1", "--reason", ""),
+            ("activate", A.signature, "--revision", "1", "--reason", "r", "--job", ""),
+            ("replan", A.signature, "--reason", " ", "--set", "prefetch=1"),
+            ("replan", "", "--reason", "r", "--set", "prefetch=1"),
+        ],
+    )
+    def test_unset_variable_is_wrong_usage_and_never_the_only_plan(self, server, arguments):
+        before = call_json(server, "events")
+        assert "is a variable unset?" in " ".join(call(server, *arguments, status=2).split())
+        assert call_json(server, "events") == before
+
+    def test_unknown_job_is_not_found(self, server):
+        assert "'nope' has no attempts" in call(server, "job", "nope", status=4)
+        error = call_json(server, "job", "nope", status=4)["error"]
+        assert (error["type"], error["exit_status"]) == ("urn:bucketplan:problem:unknown-attempt", 4)
+
+    def test_refusal_is_json_where_json_was_asked_for(self, server):
+        error = call_json(server, "show", "f" * 64, status=4)["error"]
+        assert error["type"] == "urn:bucketplan:problem:unknown-signature"
+        assert error["status"] == 404
+        assert error["remedy"]
+        unreachable = json.loads(call("http://127.0.0.1:9", "plans", "--json", status=3))["error"]
+        assert unreachable["type"] == "urn:bucketplan:client:ServerUnreachable"
+
     def test_unreachable_server_has_its_status(self):
         assert "could not be reached" in call("http://127.0.0.1:9", "plans", status=3)
 

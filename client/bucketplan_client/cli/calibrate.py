@@ -108,7 +108,7 @@ def _store(context: typer.Context, profile: MeasuredProfile, reason: str, *, kep
     body: dict[str, WireValue] = {"profile": profile.to_wire(), "reason": reason}
     stored: dict[str, Any] | None = None
     try:
-        with failing_well(), context.obj.connect() as client, working("storing the profile"):
+        with failing_well(context), context.obj.connect() as client, working("storing the profile"):
             stored = client.put(f"/v1/profiles/{profile.name}", body).body
     finally:
         if stored is None:

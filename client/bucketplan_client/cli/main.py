@@ -14,9 +14,12 @@ from bucketplan_client.cli.explanation import show_explanation
 from bucketplan_client.cli.output import (
     EXIT_CODES,
     EXIT_NEGATIVE,
+    EXIT_REFUSED,
     facts,
+    fail,
     failing_well,
     moment,
+    not_empty,
     print_json,
     table,
     working,
@@ -45,9 +48,11 @@ class _Server:
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Answer with JSON.")]
-Signature = Annotated[str, typer.Argument(help="Signature of the plan, or its first characters.", metavar="SIGNATURE")]
+Signature = Annotated[
+    str, typer.Argument(help="Signature of the plan, or its first characters.", metavar="SIGNATURE", callback=not_empty)
+]
 Revision = Annotated[int | None, typer.Option(help="Revision; the active one where left out.", min=1)]
-Reason = Annotated[str, typer.Option(help="Why; goes into the audit log.")]
+Reason = Annotated[str, typer.Option(help="Why; goes into the audit log.", callback=not_empty)]
 
 
 @app.callback()
@@ -69,12 +74,12 @@ def _connect(
 
 def _get(context: typer.Context, path: str, **params: object) -> Any:
     given = {name: str(value) for name, value in params.items() if value is not None}
-    with failing_well(), context.obj.connect() as client:
+    with failing_well(context), context.obj.connect() as client:
         return client.get(path, params=given, accept=JSON).body
 
 
 def _post(context: typer.Context, path: str, body: dict[str, Any]) -> Any:
-    with failing_well(), context.obj.connect() as client, working("waiting for the server"):
+    with failing_well(context), context.obj.connect() as client, working("waiting for the server"):
         return client.post(path, body, repeatable=False).body
 
 
@@ -99,7 +104,7 @@ def _whole(context: typer.Context, signature: str) -> str:
 @app.command()
 def plans(
     context: typer.Context,
-    job: Annotated[str | None, typer.Option(help="Plans that this job has reported.")] = None,
+    job: Annotated[str | None, typer.Option(help="Plans that this job has reported.", callback=not_empty)] = None,
     parameter: Annotated[str | None, typer.Option(help="Part of a parameter's name.")] = None,
     module: Annotated[str | None, typer.Option(help="Part of a module's path.")] = None,
     group: Annotated[str | None, typer.Option(help="Role of a group.")] = None,
@@ -176,8 +181,8 @@ _NAMES_OF_DIFF = frozenset({"digest_a", "digest_b", "num_unchanged", "signature_
 @app.command()
 def diff(
     context: typer.Context,
-    a: Annotated[str, typer.Argument(help="Signature of one plan.")],
-    b: Annotated[str, typer.Argument(help="Signature of the other.")],
+    a: Annotated[str, typer.Argument(help="Signature of one plan.", callback=not_empty)],
+    b: Annotated[str, typer.Argument(help="Signature of the other.", callback=not_empty)],
     revision_a: Revision = None,
     revision_b: Revision = None,
     as_json: AsJson = False,
@@ -253,7 +258,7 @@ def trace(
 @app.command()
 def job(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="Name of the job.")],
+    name: Annotated[str, typer.Argument(help="Name of the job.", callback=not_empty)],
     attempt: Annotated[int | None, typer.Argument(help="Number of the attempt; lists all where left out.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -263,6 +268,9 @@ def job(
     path = f"/v1/jobs/{quote(name, safe='')}/attempts"
     if attempt is None:
         found = _get(context, path)
+        if not found["attempts"]:
+            unknown = {"type": "urn:bucketplan:problem:unknown-attempt", "status": 404}
+            fail(context, f"job {name!r} has no attempts", status=EXIT_REFUSED, problem=unknown)
         if as_json:
             print_json(found)
             return
@@ -272,7 +280,7 @@ def job(
                 (row["attempt"], row["epoch_id"][:12], row["opened_by"], moment(row["opened_ns"]))
                 for row in found["attempts"]
             ),
-            empty=f"job {name} has no attempts",
+            empty="no attempts",
         )
         return
     state = _get(context, f"{path}/{attempt}")
@@ -309,8 +317,9 @@ def replan(
     as_json: AsJson = False,
 ) -> None:
     """Add a revision planned with other options; it is not active until you activate it."""
+    options = _options(option)
     path = f"/v1/plans/{_whole(context, signature)}/revisions"
-    made = _post(context, path, {"options": _options(option), "reason": reason})
+    made = _post(context, path, {"options": options, "reason": reason})
     if as_json:
         print_json(made)
     else:
@@ -337,7 +346,7 @@ def activate(
     signature: Signature,
     reason: Reason,
     revision: Annotated[int | None, typer.Option(help="Revision to serve; none takes a job's own back.", min=1)] = None,
-    for_job: Annotated[str | None, typer.Option("--job", help="Only for this job.")] = None,
+    for_job: Annotated[str | None, typer.Option("--job", help="Only for this job.", callback=not_empty)] = None,
     expected: Annotated[int | None, typer.Option(help="Refuse unless this revision is active now.", min=1)] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -357,8 +366,8 @@ def events(
     context: typer.Context,
     after: Annotated[int, typer.Option(help="Only events behind this number.", min=0)] = 0,
     limit: Annotated[int, typer.Option(help="Most events shown.", min=1, max=1000)] = 100,
-    signature: Annotated[str | None, typer.Option(help="Only events of this plan.")] = None,
-    for_job: Annotated[str | None, typer.Option("--job", help="Only events of this job.")] = None,
+    signature: Annotated[str | None, typer.Option(help="Only events of this plan.", callback=not_empty)] = None,
+    for_job: Annotated[str | None, typer.Option("--job", help="Only events of this job.", callback=not_empty)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the audit log, the oldest event first."""

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -33,8 +33,10 @@ __all__ = [
     "EXIT_UNREACHABLE",
     "EXIT_USAGE",
     "facts",
+    "fail",
     "failing_well",
     "moment",
+    "not_empty",
     "print_json",
     "table",
     "working",
@@ -48,7 +50,8 @@ EXIT_CORRUPT = 5
 
 EXIT_CODES = """Exit status: 0 done; 1 the answer is no (plans differ, verification failed, doctor found something, an
 attempt diverged); 2 wrong usage; 3 the server could not be reached in time; 4 it refused; 5 its answer failed
-verification."""
+verification. With --json an error of status 3 to 5 is {"error": {"type", "message", ...}} on stdout; wrong usage is
+text on stderr."""
 
 # Names come from users' models and jobs: they are text, never markup.
 _out = Console(markup=False, highlight=False, soft_wrap=True)
@@ -108,13 +111,32 @@ def working(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def failing_well() -> Iterator[None]:
-    """End the command with the message and status of an error of the client."""
+def failing_well(context: typer.Context) -> Iterator[None]:
+    """End the command with the message and status of an error of the client; with ``--json`` as JSON on stdout."""
     try:
         yield
     except ClientError as error:
-        _err.print(f"error: {error}")
-        raise typer.Exit(_status_of(error)) from None
+        problem: dict[str, Any] = {"type": f"urn:bucketplan:client:{type(error).__name__}"}
+        if isinstance(error, ServerRefused):
+            refused = error.problem
+            problem = {"type": refused.type, "title": refused.title, "status": refused.status, "detail": refused.detail}
+        fail(context, str(error), status=_status_of(error), problem={**problem, "remedy": error.remedy})
+
+
+def fail(context: typer.Context, message: str, *, status: int, problem: Mapping[str, Any]) -> NoReturn:
+    """End the command with `status` and `message`; with ``--json`` as ``{"error": ...}`` on stdout, `problem` in it."""
+    if context.params.get("as_json"):
+        print_json({"error": {**problem, "exit_status": status, "message": message}})
+    else:
+        _err.print(f"error: {message}")
+    raise typer.Exit(status) from None
+
+
+def not_empty(value: str | None) -> str | None:
+    """Refuse an empty argument or option, which is what an unset variable of a shell gives."""
+    if value is not None and not value.strip():
+        raise typer.BadParameter("it is empty; is a variable unset?")
+    return value
 
 
 def _status_of(error: ClientError) -> int:
