@@ -4,7 +4,8 @@ Let D(g) be a lower bound of how far the compute stream is behind pure compute o
 done. Take a communication stream and two gaps e <= w. Its collectives that cannot launch before e and must be waited
 for by w
 
-- start no earlier than ``prefix(e) + D(e - 1)`` plus one host launch, since segment e - 1 has run by then;
+- start no earlier than ``prefix(e) + D(e - 1)`` plus one host launch, since segment e - 1 has run by then (without the
+  launch where one of them is fixed: the host launches the others while a fixed one runs);
 - occupy the stream for at least the sum over lanes of one launch of all their bytes: a collective's time is
   subadditive in bytes, and lanes never share a collective. Fixed collectives add their own times;
 
@@ -101,7 +102,10 @@ class _Occupation:
         return lanes + int(self._fixed[0])
 
     def times(self, passed: int) -> Int64Array:
-        """By release index below `passed`: launch plus occupation."""
+        """By release index below `passed`: launch plus occupation.
+
+        The host's launch counts only where nothing fixed does: it hides behind a fixed collective that is under way.
+        """
         total = self._fixed[:passed].copy()
         last = -1
         for lane in self._lanes:
@@ -113,5 +117,5 @@ class _Occupation:
             total[:end] += self._times[lane][:end]
             last = max(last, end)
         if last > 0:
-            total[:last] += self._cost.hardware.launch_ns
+            total[:last] += np.where(self._fixed[:last] > 0, 0, self._cost.hardware.launch_ns)
         return total

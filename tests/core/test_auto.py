@@ -130,6 +130,17 @@ def test_a_budget_is_kept_and_one_that_cannot_be_is_an_error_that_names_the_leas
         assert found.peak_bytes <= least
 
 
+def test_the_least_memory_may_be_that_of_a_late_reduction():
+    request, profile = build([candidate(RS, 383, 0, 2)], [10, 10], live_bytes=[300, 0])
+    least = request.with_options(replace(request.options, memory_budget_bytes=0))
+    with pytest.raises(PlanningError) as refused:
+        figures(least, profile)
+    named = int(str(refused.value).split("is ")[-1].split()[0])
+    assert named == 383 * 2 + 383, "behind both segments, whose activations are gone"
+    _, found = figures(request.with_options(replace(request.options, memory_budget_bytes=named)), profile)
+    assert found.peak_bytes == named
+
+
 def test_backward_gathers_are_not_issued_in_the_forward_pass_and_lanes_stay_apart():
     gathers = [candidate(AG, 50, at, 8) for at in (0, 1, 2)] + [candidate(BG, 50, at, 8) for at in (4, 5, 6)]
     request, profile = build(gathers, [1_000] * 8, hw=hardware(alpha_ns=90_000))

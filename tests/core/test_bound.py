@@ -42,6 +42,19 @@ def test_fixed_collectives_are_exposed_where_their_wait_stands():
     assert bound(request, profile) == 20 + 300
 
 
+def test_a_launch_hides_behind_a_fixed_collective_that_runs():
+    gather = {**candidate(AG, 100, 1, 1), "launch": 1, "wait": 1}
+    request, profile = build(
+        [gather],
+        [0],
+        hw=hardware(alpha_ns=10, launch_ns=50),
+        fixed=[{"kind": "all_to_all", "group": "g", "launch": 0}],
+        fixed_bytes=[2_000],
+    )
+    # Fixed launch, launch, fixed wait, wait: the host's 50 ns pass while the fixed collective occupies the stream.
+    assert bound(request, profile) == 10 + 1_000 + 10 + 100
+
+
 @pytest.mark.soak
 def test_never_above_the_optimum_of_brute_force():
     for seed in seeds("bounds", test=150, soak=3_000):

@@ -49,8 +49,10 @@ class FittedOp:
 def fit_collective(op: str, group_size: int, samples: Sequence[Sample], held_out: Sequence[Sample] = ()) -> FittedOp:
     """Fit `samples` and report the errors on them and on `held_out`, sizes that the fit has not seen.
 
-    Raises `ValueError` for fewer than two sizes.
+    Raises `ValueError` for fewer than two sizes, and for a group of one rank, which sends nothing.
     """
+    if group_size < 2:
+        raise ValueError(f"a group of {group_size} rank sends nothing that could be fitted; measure on two or more")
     ordered = sorted(samples, key=lambda sample: sample.full_bytes)
     if len({sample.full_bytes for sample in ordered}) < 2:
         raise ValueError("a fit needs samples of at least two sizes")

@@ -260,13 +260,15 @@ class Workbench:
             peak_bytes = self._memory(buckets, steps).peak_bytes
         return self._finish(Trial(rule, buckets, launches, waits, run, peak_bytes, early))
 
-    def lean(self) -> Trial:
-        """Every candidate alone, gathers at their own waits, reductions waited for at once: the least memory there
-        is.
+    def lean(self, *, reduce_late: bool = False) -> Trial:
+        """Every candidate alone, gathers at their own waits, reductions waited for at once: what needs little memory.
+
+        Reductions stand where they are ready, or, with `reduce_late`, as late as they may: less where the activations
+        that are alive fall faster than gradients gather.
         """
         buckets = tuple(sorted((self.bucket((m,)) for m in range(self._num_candidates)), key=_placement_order))
-        launches = [b.latest_launch if b.is_gather else b.earliest for b in buckets]
-        waits = [b.latest_wait if b.is_gather else b.earliest for b in buckets]
+        launches = [b.latest_launch if b.is_gather or reduce_late else b.earliest for b in buckets]
+        waits = [b.latest_wait if b.is_gather else launch for b, launch in zip(buckets, launches, strict=True)]
         number_of = {b.members[0]: index for index, b in enumerate(buckets)}
         for index in sorted(range(len(buckets)), key=lambda i: buckets[i].order):
             for source in buckets[index].feeds_on:
