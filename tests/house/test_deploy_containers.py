@@ -88,8 +88,8 @@ class TestImage:
         expected = {
             file.relative_to(context / root).as_posix()
             for root in ("core", "server", "client")
-            for file in (context / root).rglob("*")
-            if file.is_file() and file.parent != context / root
+            for file in (context / root / f"bucketplan_{root}").rglob("*")
+            if file.is_file()
         }
         assert expected <= packed, "migrations, templates, static files and py.typed are in the wheel too"
         for package in ("core", "server", "client"):
