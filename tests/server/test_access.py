@@ -357,8 +357,10 @@ class TestNamespaces:
             wait_until(lambda bearer=bearer: httpx.get(guarded.server.url + job, headers=bearer).status_code == 200)
             with ThreadPoolExecutor(1) as pool:
                 waiting = pool.submit(
-                    httpx.get, f"{guarded.server.url}{path}?wait=4", headers={**headers, **bearer}, timeout=60
+                    httpx.get, f"{guarded.server.url}{path}?wait=8", headers={**headers, **bearer}, timeout=60
                 )
+                # A call that arrives behind the revocation would be refused at once, which is another answer.
+                time.sleep(2)
                 cli_tokens.revoke(load_settings(database=guarded.server.database), name, reason="test")
                 wait_until(lambda bearer=bearer: httpx.get(guarded.server.url + job, headers=bearer).status_code == 401)
                 answer = waiting.result()
