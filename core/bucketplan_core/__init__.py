@@ -5,8 +5,9 @@ Each name is loaded from its module when it is first used, so that a rank which 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from bucketplan_core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from bucketplan_core.collectives import Candidate, FixedCollective, Group, Options
@@ -40,15 +41,4 @@ __all__ = [
     "make_plan",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -11,7 +11,7 @@ import structlog
 from starlette.responses import RedirectResponse, Response
 from starlette.types import Scope
 
-from bucketplan_server.access.dependency import unauthorized
+from bucketplan_server.access.dependency import SAFE_METHODS, unauthorized
 from bucketplan_server.access.principal import ANYONE, NOBODY, Principal
 from bucketplan_server.access.tokens import TokenTable
 from bucketplan_server.metrics import Metrics
@@ -24,7 +24,6 @@ PUBLIC_PATHS = frozenset(("/healthz", "/readyz", "/metrics", "/openapi.json", "/
 """What probes, scrapers and people without a session call; none of it names a job, a plan or a person."""
 PUBLIC_PREFIX = "/static/"
 _BEARER = b"bearer "
-_SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
 
 
 class Access:
@@ -45,7 +44,7 @@ class Access:
         Without a token: anyone where none is needed, nobody on public paths. A cookie counts for a change only where
         the browser says that the call comes from our own pages.
         """
-        changes = scope["method"] not in _SAFE_METHODS
+        changes = scope["method"] not in SAFE_METHODS
         authorization = headers.get(b"authorization")
         if changes and authorization is None and _is_foreign(headers):
             raise self._cross_site(scope, headers)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import get_args
 
 import structlog
 
 from bucketplan_server.access.inbox import Command, Inbox
-from bucketplan_server.access.principal import Role
+from bucketplan_server.access.principal import ROLES
 from bucketplan_server.access.tokens import Token, TokenTable
 from bucketplan_server.settings import Settings
 from bucketplan_server.store.engine import Store, StoreError
@@ -20,12 +19,14 @@ __all__ = ["TokenService", "carry_out"]
 
 
 async def carry_out(store: Store, command: Command) -> None:
-    """Make or revoke a token; raises `Conflict`, `StoreError`."""
+    """Make or revoke a token; raises `Conflict`, `StoreError`, `ValueError`."""
     cause = Cause(command.actor, command.reason)
     if command.hash is None:
         await revoke_token(store, command.name, cause)
         return
-    role: Role = next(known for known in get_args(Role) if known == command.role)
+    role = next((known for known in ROLES if known == command.role), None)
+    if role is None:
+        raise ValueError(f"{command.role!r} is no role")
     token = Token(
         name=command.name,
         hash=bytes.fromhex(command.hash),
@@ -88,6 +89,6 @@ class TokenService:
                     await self.refresh()
                     kind = "token.revoked" if command.hash is None else "token.created"
                     self._log.info(kind, token=command.name, role=command.role, actor=command.actor)
-            except (Conflict, StoreError, ValueError, StopIteration) as failed:
+            except (Conflict, StoreError, ValueError) as failed:
                 error = failed.detail if isinstance(failed, Conflict) else str(failed)
             self._inbox.answer(name, error)

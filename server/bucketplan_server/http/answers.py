@@ -72,5 +72,5 @@ def _raw(messages: tuple[dict[str, object], dict[str, object]], status: int) -> 
     start, body = messages
     response = Response(body["body"], status_code=status)
     # The headers were built with the body; Response would add a length of its own.
-    response.raw_headers = list(start["headers"])  # type: ignore[call-overload]
+    response.raw_headers = list(start["headers"])  # type: ignore[call-overload]  # a message of ASGI
     return response

@@ -7,10 +7,21 @@ from typing import Any
 from bucketplan_server.http.negotiation import JSON_TYPE, MSGPACK_TYPE
 from bucketplan_server.problems import PROBLEMS
 
-__all__ = ["DIGEST", "PLAN", "PROBLEM", "body_of", "both", "obj", "problems"]
+__all__ = ["DIGEST", "MAP", "PLAN", "PLAN_READ_PROBLEMS", "PROBLEM", "body_of", "both", "obj", "problems"]
 
 DIGEST: dict[str, Any] = {"type": "string", "pattern": "^[0-9a-f]{64}$", "description": "SHA-256 in lower-case hex"}
-_ANY_MAP: dict[str, Any] = {"type": "object"}
+MAP: dict[str, Any] = {"type": "object"}
+PLAN_READ_PROBLEMS = (
+    "invalid-parameter",
+    "not-acceptable",
+    "unknown-signature",
+    "unknown-revision",
+    "cannot-plan",
+    "planner-failed",
+    "quarantined",
+    "store-unavailable",
+)
+"""What a read that looks a plan up and computes something of it in a planning process may end in."""
 
 PROBLEM: dict[str, Any] = {
     "type": "object",
@@ -30,8 +41,8 @@ PLAN: dict[str, Any] = {
     "description": "A plan: in MessagePack `decision` is the canonical encoding whose SHA-256 is `digest`",
     "required": ["assessment", "decision", "digest", "schema"],
     "properties": {
-        "assessment": _ANY_MAP,
-        "decision": _ANY_MAP,
+        "assessment": MAP,
+        "decision": MAP,
         "digest": DIGEST,
         "schema": {"type": "integer"},
     },

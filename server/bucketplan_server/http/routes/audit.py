@@ -12,7 +12,7 @@ from bucketplan_core.wire import MAX_INT, WireValue
 from bucketplan_server.access import Caller, needs
 from bucketplan_server.access.principal import JOB_PATTERN
 from bucketplan_server.http.answers import answer, plan_answer, wanted_encoding
-from bucketplan_server.http.describe import PLAN, both, obj, problems
+from bucketplan_server.http.describe import MAP, PLAN, PLAN_READ_PROBLEMS, both, obj, problems
 from bucketplan_server.http.routes.plans import Signature
 from bucketplan_server.http.state import State
 from bucketplan_server.problems import Problem
@@ -22,20 +22,9 @@ from bucketplan_server.store.listing import PlanFilter, list_plans
 __all__ = ["router"]
 
 router = APIRouter()
-_MAP: dict[str, Any] = {"type": "object"}
-_LIST: dict[str, Any] = {"type": "array", "items": _MAP}
+_LIST: dict[str, Any] = {"type": "array", "items": MAP}
 _HEX = "^[0-9a-f]{64}$"
 _NAME_CHARACTERS = 1_000
-_PROBLEMS = (
-    "invalid-parameter",
-    "not-acceptable",
-    "unknown-signature",
-    "unknown-revision",
-    "cannot-plan",
-    "planner-failed",
-    "quarantined",
-    "store-unavailable",
-)
 Revision = Annotated[int | None, Query(ge=1, le=2**31 - 1, description="revision; the active one where left out")]
 Part = Annotated[str | None, Query(max_length=_NAME_CHARACTERS, description="part of a name")]
 Exact = Annotated[str | None, Query(max_length=_NAME_CHARACTERS)]
@@ -91,7 +80,11 @@ async def get_plans(
     "/v1/plans/{signature}/revisions/{revision}",
     dependencies=[needs("auditor")],
     summary="One revision of a plan",
-    responses={200: both(PLAN, "the plan"), 304: {"description": "the caller has this plan"}, **problems(*_PROBLEMS)},
+    responses={
+        200: both(PLAN, "the plan"),
+        304: {"description": "the caller has this plan"},
+        **problems(*PLAN_READ_PROBLEMS),
+    },
 )
 async def get_revision(request: Request, state: State, signature: Signature, revision: int) -> Response:
     encoding = wanted_encoding(request)
@@ -102,7 +95,7 @@ async def get_revision(request: Request, state: State, signature: Signature, rev
     "/v1/plans/{signature}/explain",
     dependencies=[needs("auditor")],
     summary="Why each bucket is as it is, and what limits the step",
-    responses={200: both(_MAP, "needs hardware figures in the request's options"), **problems(*_PROBLEMS)},
+    responses={200: both(MAP, "needs hardware figures in the request's options"), **problems(*PLAN_READ_PROBLEMS)},
 )
 async def explain(request: Request, state: State, signature: Signature, revision: Revision = None) -> Response:
     encoding = wanted_encoding(request)
@@ -114,7 +107,7 @@ async def explain(request: Request, state: State, signature: Signature, revision
     "/v1/diff",
     dependencies=[needs("auditor")],
     summary="How two plans differ: candidates and options of the requests, buckets of the decisions",
-    responses={200: both(obj({"decision": _MAP, "request": _MAP}), "from `a` to `b`"), **problems(*_PROBLEMS)},
+    responses={200: both(obj({"decision": MAP, "request": MAP}), "from `a` to `b`"), **problems(*PLAN_READ_PROBLEMS)},
 )
 async def diff(
     request: Request,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query
 from starlette.requests import Request
@@ -13,7 +13,7 @@ from bucketplan_server.access import Caller, needs
 from bucketplan_server.access.principal import JOB_PATTERN, Principal
 from bucketplan_server.audit import verify
 from bucketplan_server.http.answers import answer, wanted_encoding
-from bucketplan_server.http.describe import DIGEST, both, obj, problems
+from bucketplan_server.http.describe import DIGEST, MAP, both, obj, problems
 from bucketplan_server.http.state import State
 from bucketplan_server.store.engine import StoreError
 from bucketplan_server.store.events import load_events
@@ -22,7 +22,6 @@ __all__ = ["router"]
 
 router = APIRouter()
 _COUNT = {"type": "integer"}
-_MAP: dict[str, Any] = {"type": "object"}
 
 
 @router.get(
@@ -30,7 +29,7 @@ _MAP: dict[str, Any] = {"type": "object"}
     dependencies=[needs("auditor")],
     summary="The audit log, the oldest event first",
     responses={
-        200: both(obj({"events": {"type": "array", "items": _MAP}}), "at most `limit` events behind `after`"),
+        200: both(obj({"events": {"type": "array", "items": MAP}}), "at most `limit` events behind `after`"),
         **problems("invalid-parameter", "not-acceptable", "store-unavailable"),
     },
 )
@@ -73,7 +72,7 @@ async def list_events(
         200: both(
             obj(
                 {
-                    "findings": {"type": "array", "items": _MAP},
+                    "findings": {"type": "array", "items": MAP},
                     "head": DIGEST,
                     "holds": {"type": "boolean"},
                     "num_events": _COUNT,

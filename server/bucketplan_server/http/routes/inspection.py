@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Path
 from starlette.requests import Request
@@ -11,7 +11,7 @@ from starlette.responses import Response
 from bucketplan_core.plan import Plan
 from bucketplan_server.access import needs
 from bucketplan_server.http.answers import answer, wanted_encoding
-from bucketplan_server.http.describe import DIGEST, both, obj, problems
+from bucketplan_server.http.describe import DIGEST, MAP, PLAN_READ_PROBLEMS, both, obj, problems
 from bucketplan_server.http.negotiation import MSGPACK_TYPE, names_tag
 from bucketplan_server.http.routes.audit import Revision
 from bucketplan_server.http.routes.plans import Signature
@@ -22,7 +22,6 @@ from bucketplan_server.planner.trace import trace_step
 __all__ = ["router"]
 
 router = APIRouter()
-_MAP: dict[str, Any] = {"type": "object"}
 
 
 @router.get(
@@ -31,19 +30,10 @@ _MAP: dict[str, Any] = {"type": "object"}
     summary="The simulated step before and after, as a Chrome trace for ui.perfetto.dev",
     responses={
         200: both(
-            obj({"displayTimeUnit": {"type": "string"}, "otherData": _MAP, "traceEvents": {"type": "array"}}),
+            obj({"displayTimeUnit": {"type": "string"}, "otherData": MAP, "traceEvents": {"type": "array"}}),
             "needs hardware figures in the request's options; times in microseconds, exact ones in `args`",
         ),
-        **problems(
-            "invalid-parameter",
-            "not-acceptable",
-            "unknown-signature",
-            "unknown-revision",
-            "cannot-plan",
-            "planner-failed",
-            "quarantined",
-            "store-unavailable",
-        ),
+        **problems(*PLAN_READ_PROBLEMS),
     },
 )
 async def trace(request: Request, state: State, signature: Signature, revision: Revision = None) -> Response:
@@ -57,7 +47,7 @@ async def trace(request: Request, state: State, signature: Signature, revision: 
     dependencies=[needs("rank")],
     summary="A decision by its digest, for ever the same",
     responses={
-        200: both({**_MAP, "properties": {"signature": DIGEST}}, "in MessagePack the canonical bytes that hash to it"),
+        200: both({**MAP, "properties": {"signature": DIGEST}}, "in MessagePack the canonical bytes that hash to it"),
         304: {"description": "the caller has this decision"},
         **problems("invalid-parameter", "not-acceptable", "unknown-revision", "quarantined", "store-unavailable"),
     },

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Path, Query
 from starlette.requests import Request
@@ -17,7 +17,7 @@ from bucketplan_server.access import Caller, needs
 from bucketplan_server.access.principal import JOB_PATTERN
 from bucketplan_server.http.answers import answer, wanted_encoding
 from bucketplan_server.http.bodies import read_document
-from bucketplan_server.http.describe import DIGEST, body_of, both, obj, problems
+from bucketplan_server.http.describe import DIGEST, MAP, body_of, both, obj, problems
 from bucketplan_server.http.negotiation import body_encoding
 from bucketplan_server.http.state import State, cause_of
 from bucketplan_server.problems import refuse
@@ -33,7 +33,6 @@ _MAX_REPORTS = 20_000
 _TEXT = {"type": "string"}
 _COUNT = {"type": "integer"}
 _RANKS = {"type": "array", "items": _COUNT}
-_MAP: dict[str, Any] = {"type": "object"}
 
 _OPEN_BODY = obj(
     {
@@ -56,7 +55,7 @@ _OPEN_BODY = obj(
     }
 )
 _OPENED = obj(
-    {"attempt": _COUNT, "epoch": _MAP, "epoch_id": DIGEST, "overrides": {"type": "array", "items": _MAP}},
+    {"attempt": _COUNT, "epoch": MAP, "epoch_id": DIGEST, "overrides": {"type": "array", "items": MAP}},
     description="an override is {signature, digest, plan}; plan as GET /v1/plans/{signature} answers it",
 )
 _REPORT = obj(
@@ -78,10 +77,10 @@ _STATUS = obj(
     {
         "attempt": _COUNT,
         "epoch_id": DIGEST,
-        "groups": {"type": "array", "items": _MAP},
+        "groups": {"type": "array", "items": MAP},
         "job": _TEXT,
         "num_reports": _COUNT,
-        "opening": _MAP,
+        "opening": MAP,
         "pruned": {
             "type": ["object", "null"],
             "description": "how many reports of graphs retention deleted (`num_reports`), and since when (`since_ns`)",
@@ -145,7 +144,7 @@ async def open_attempt(request: Request, state: State, caller: Caller, job: Job)
     dependencies=[needs("auditor")],
     summary="Attempts of a job, the newest first",
     responses={
-        200: both(obj({"attempts": {"type": "array", "items": _MAP}}), "at most `limit` of them"),
+        200: both(obj({"attempts": {"type": "array", "items": MAP}}), "at most `limit` of them"),
         **problems("invalid-parameter", "not-acceptable", "store-unavailable"),
     },
 )
@@ -236,7 +235,7 @@ async def post_reports(request: Request, state: State, caller: Caller, job: Job,
     dependencies=[needs("rank")],
     summary="The content of an epoch",
     responses={
-        200: both(_MAP, "the epoch; its canonical encoding hashes to its id"),
+        200: both(MAP, "the epoch; its canonical encoding hashes to its id"),
         **problems("invalid-parameter", "not-acceptable", "unknown-epoch", "store-unavailable"),
     },
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Path, Query
 from starlette.requests import Request
@@ -14,7 +14,7 @@ from bucketplan_core.wire import WireValue
 from bucketplan_server.access import Caller, needs
 from bucketplan_server.http.answers import answer, wanted_encoding
 from bucketplan_server.http.bodies import read_document
-from bucketplan_server.http.describe import DIGEST, body_of, both, obj, problems
+from bucketplan_server.http.describe import DIGEST, MAP, body_of, both, obj, problems
 from bucketplan_server.http.negotiation import body_encoding
 from bucketplan_server.http.state import State, cause_of
 from bucketplan_server.problems import Problem, refuse
@@ -24,7 +24,6 @@ from bucketplan_server.store.hardware import StoredProfile, list_profiles, load_
 __all__ = ["router"]
 
 router = APIRouter()
-_MAP: dict[str, Any] = {"type": "object"}
 _STORED = obj({"digest": DIGEST, "name": {"type": "string"}, "version": {"type": "integer"}})
 Name = Annotated[str, Path(pattern="^[A-Za-z0-9][A-Za-z0-9._:-]{0,199}$", description="name of the profile")]
 
@@ -34,7 +33,7 @@ Name = Annotated[str, Path(pattern="^[A-Za-z0-9][A-Za-z0-9._:-]{0,199}$", descri
     dependencies=[needs("auditor")],
     summary="Measured hardware profiles, the newest version of each name",
     responses={
-        200: both(obj({"profiles": {"type": "array", "items": _MAP}}), "sorted by name, without the figures"),
+        200: both(obj({"profiles": {"type": "array", "items": MAP}}), "sorted by name, without the figures"),
         **problems("invalid-parameter", "not-acceptable", "store-unavailable"),
     },
 )
@@ -53,7 +52,7 @@ async def get_profiles(request: Request, state: State) -> Response:
     summary="A measured hardware profile with its figures and the history of its name",
     responses={
         200: both(
-            obj({"digest": DIGEST, "profile": _MAP, "version": {"type": "integer"}}),
+            obj({"digest": DIGEST, "profile": MAP, "version": {"type": "integer"}}),
             "`digest` is that of the canonical encoding of `profile`; `versions` lists all of the name",
         ),
         **problems("invalid-parameter", "not-acceptable", "unknown-profile", "store-unavailable"),
@@ -86,7 +85,7 @@ async def get_profile(
     dependencies=[needs("operator")],
     summary="Store what was measured as the next version of a profile; the same content again changes nothing",
     openapi_extra=body_of(
-        obj({"profile": {**_MAP, "description": "as `bucketplan calibrate` writes it"}, "reason": {"type": "string"}}),
+        obj({"profile": {**MAP, "description": "as `bucketplan calibrate` writes it"}, "reason": {"type": "string"}}),
         "epochs that are open keep the figures they have",
     ),
     responses={

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,7 +13,7 @@ from bucketplan_core.wire import WireValue, pack, unpack
 from bucketplan_server.access import Caller, Principal, needs
 from bucketplan_server.http.answers import answer, wanted_encoding
 from bucketplan_server.http.bodies import read_document
-from bucketplan_server.http.describe import DIGEST, body_of, both, obj, problems
+from bucketplan_server.http.describe import DIGEST, MAP, body_of, both, obj, problems
 from bucketplan_server.http.negotiation import MSGPACK_TYPE, body_encoding
 from bucketplan_server.http.routes.plans import Signature
 from bucketplan_server.http.state import AppState, State, cause_of
@@ -27,7 +25,6 @@ __all__ = ["router"]
 router = APIRouter()
 
 _COUNT = {"type": "integer"}
-_MAP: dict[str, Any] = {"type": "object"}
 _READ_PROBLEMS = ("invalid-parameter", "not-acceptable", "unknown-signature", "store-unavailable")
 _WRITE_PROBLEMS = (
     "invalid-body",
@@ -64,7 +61,7 @@ _ACTIVATE_BODY = obj(
     "/v1/plans/{signature}/request",
     dependencies=[needs("auditor")],
     summary="The request that a signature stands for",
-    responses={200: both(_MAP, "in MessagePack the canonical bytes that hash to it"), **problems(*_READ_PROBLEMS)},
+    responses={200: both(MAP, "in MessagePack the canonical bytes that hash to it"), **problems(*_READ_PROBLEMS)},
 )
 async def get_request(request: Request, state: State, signature: Signature) -> Response:
     return _document(request, (await state.revisions.documents(signature)).request)
@@ -74,7 +71,7 @@ async def get_request(request: Request, state: State, signature: Signature) -> R
     "/v1/plans/{signature}/profile",
     dependencies=[needs("auditor")],
     summary="The cost profile that is bound to a signature",
-    responses={200: both(_MAP, "in MessagePack its canonical bytes"), **problems(*_READ_PROBLEMS)},
+    responses={200: both(MAP, "in MessagePack its canonical bytes"), **problems(*_READ_PROBLEMS)},
 )
 async def get_profile(request: Request, state: State, signature: Signature) -> Response:
     return _document(request, (await state.revisions.documents(signature)).profile)
@@ -85,7 +82,7 @@ async def get_profile(request: Request, state: State, signature: Signature) -> R
     dependencies=[needs("auditor")],
     summary="Every revision of a signature, the planner's own first",
     responses={
-        200: both(obj({"revisions": {"type": "array", "items": _MAP}, "signature": DIGEST}), "who, when, why"),
+        200: both(obj({"revisions": {"type": "array", "items": MAP}, "signature": DIGEST}), "who, when, why"),
         **problems(*_READ_PROBLEMS),
     },
 )
