@@ -55,12 +55,12 @@ def _with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[...,
                 help=f"{field.description} [BUCKETPLAN_{name.upper()}, {field.default}]",
                 show_default=False,
             )
-            annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
+            annotation = Annotated[kind | None, option]  # type: ignore[valid-type]  # known when it runs
             annotations[name] = annotation
             parameters.append(
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
             )
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what Typer reads
         command.__annotations__ = annotations
         return command
 

@@ -132,7 +132,7 @@ class DrainingServer(uvicorn.Server):
         self._end_at = math.inf
         self._log = structlog.get_logger("bucketplan_server")
 
-    async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+    async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]  # uvicorn names sockets only
         await super().startup()
         if self.started:
             port = self.servers[0].sockets[0].getsockname()[1]

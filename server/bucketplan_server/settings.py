@@ -147,7 +147,7 @@ def load_settings(**flags: object) -> Settings:
     if folder is not None and not Path(folder).is_dir():
         raise SettingsError(f"{SECRETS_VARIABLE}: {folder} is not a folder; mount the secrets there or unset it")
     try:
-        settings = Settings(**(given | {"_secrets_dir": folder}))  # type: ignore[arg-type]
+        settings = Settings(**(given | {"_secrets_dir": folder}))  # type: ignore[arg-type]  # pydantic checks each
     except OSError as error:
         raise SettingsError(f"{SECRETS_VARIABLE}: {error.filename} cannot be read: {error.strerror}") from None
     except ValidationError as error:

@@ -122,7 +122,7 @@ def _first_in_table(
                 break
     if found is not None:
         return found[2]
-    lengths = [len(tree[keys[0]]) for tree in (a, b)]  # type: ignore[arg-type]
+    lengths = [len(tree[keys[0]]) for tree in (a, b)]  # type: ignore[arg-type]  # both sides are columns
     return None if lengths[0] == lengths[1] else Difference(path=f"{path}.length", a=lengths[0], b=lengths[1])
 
 

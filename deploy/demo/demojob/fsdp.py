@@ -87,7 +87,7 @@ def shard_graph(joint: JointGraph, policy: FsdpPolicy) -> ShardedGraph:
     builder = _Builder(gm)
     position = {node: index for index, node in enumerate(gm.graph.nodes)}
     output = gm.graph.output_node()
-    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]  # a traced output is a list
     is_sharded = []
     roles: dict[str, str] = {}
     for index, (name, param) in enumerate(zip(joint.param_names, joint.param_nodes, strict=True)):
@@ -124,7 +124,7 @@ def shard_graph(joint: JointGraph, policy: FsdpPolicy) -> ShardedGraph:
 def _behind(node: fx.Node) -> fx.Node:
     """The place right after `node`; several results of one call are unpacked together first."""
     following = node.next
-    while following.op == "call_function" and following.target.__name__ == "getitem":  # type: ignore[union-attr]
+    while following.op == "call_function" and following.target.__name__ == "getitem":  # type: ignore[union-attr]  # a call_function
         following = following.next
     return following
 

@@ -55,7 +55,7 @@ def trace_joint(model: nn.Module, *batch: Tensor) -> JointGraph:
     gm = make_fx(step, tracing_mode="fake")(*static, *batch)
     _drop_detaches(gm)
     gm.graph.eliminate_dead_code()
-    loss = gm.graph.output_node().args[0][0]  # type: ignore[index]
+    loss = gm.graph.output_node().args[0][0]  # type: ignore[index]  # a traced output is a list
     assert isinstance(loss, fx.Node)
     in_backward = False
     for node in gm.graph.nodes:

@@ -61,7 +61,7 @@ def to_tree(value: object) -> Any:
     if kind in _LEAVES:
         return value
     if kind is list or kind is tuple:
-        return [to_tree(item) for item in value]  # type: ignore[attr-defined]
+        return [to_tree(item) for item in value]  # type: ignore[attr-defined]  # a list or tuple
     if isinstance(value, Mapping):
         return {key: to_tree(item) for key, item in value.items()}
     if is_dataclass(value):
