@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -12,7 +13,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from bucketplan_core.wire import unpack
+from bucketplan_core.collectives import STRATEGIES
+from bucketplan_core.wire import MAX_INT, unpack
 from bucketplan_server.access import Caller, Principal, needs
 from bucketplan_server.audit import verify
 from bucketplan_server.http.state import AppState, State
@@ -27,10 +29,9 @@ from bucketplan_server.store.overview import count_all, latest_events, latest_jo
 __all__ = ["router"]
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
-STRATEGIES = ("auto", "module", "size", "none")
 KINDS = (
     "plan.created", "revision.created", "plan.activated", "plan.quarantined", "attempt.opened", "reports.received",
-    "token.created", "token.revoked",
+    "token.created", "token.revoked", "profile.stored", "reports.pruned",
 )  # fmt: skip
 _PAGE = 50
 _JOBS_PAGE = 20
@@ -175,8 +176,7 @@ async def verify_log(request: Request, state: State, caller: Caller) -> Response
             found = await verify(state.store, state.pool.replay if replay else None)
     except StoreError as error:
         raise state.plans.store_unavailable(error) from None
-    now = int(datetime.now(tz=UTC).timestamp() * 1_000_000_000)
-    request.app.state.last_verification = {"at_ns": now, "found": found, "replayed": replay}
+    request.app.state.last_verification = {"at_ns": time.time_ns(), "found": found, "replayed": replay}
     return see_other("/events#verification")
 
 
@@ -219,13 +219,16 @@ def _day_ns(text: str, name: str) -> int | None:
     except ValueError:
         raise Problem("invalid-parameter", f"{name}: {text[:80]!r} is no date like 2026-12-31") from None
     moment = moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
-    return max(0, int(moment.timestamp()) * 1_000_000_000)
+    moment_ns = int(moment.timestamp()) * 1_000_000_000
+    if moment_ns > MAX_INT:
+        raise Problem("invalid-parameter", f"{name}: {text[:80]!r} is later than the year 2262, where nanoseconds end")
+    return max(0, moment_ns)
 
 
 def _cursor(cursor: str) -> tuple[int, str] | None:
     if not cursor:
         return None
     match = re.fullmatch("([0-9]{1,19})-([0-9a-f]{64})", cursor)
-    if match is None:
+    if match is None or int(match[1]) > MAX_INT:
         raise Problem("invalid-parameter", f"cursor: {cursor[:120]!r} is no cursor", fields={"path": "cursor"})
     return int(match[1]), match[2]

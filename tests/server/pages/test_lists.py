@@ -6,8 +6,10 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from bucketplan_server.pages.fleet import KINDS
 from tests.server.test_attempts import open_attempt
 from tests.server.test_revisions import known, send
+from tests.support.paths import ROOT
 from tests.support.postgres import running_postgres
 from tests.support.server import running_server
 
@@ -79,3 +81,26 @@ def test_events_are_filtered_and_paged_backwards(client):
     assert [int(number) for number in seen] == sorted(map(int, seen), reverse=True)
     assert rows(client, f"/events?kind=attempt.opened&before={seen[9]}")[0] == seen[10:]
     assert len(rows(client, f"/events?kind=attempt.opened&job={JOBS[0]}")[0]) == 2
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "/plans?since=9999-12-31",
+        "/plans?until=2300-01-01",
+        f"/plans?cursor=9999999999999999999-{'0' * 64}",
+    ],
+)
+def test_what_no_list_can_be_asked_for_is_an_error_of_the_caller(client, address):
+    answer = client.get(address, headers={"Accept": "text/html"})
+    assert answer.status_code == 400
+    assert answer.headers["content-type"].startswith("text/html")
+
+
+def test_every_kind_of_event_can_be_chosen():
+    kinds = {
+        kind
+        for path in (ROOT / "server" / "bucketplan_server" / "store").glob("*.py")
+        for kind in re.findall(r'"((?:plan|revision|attempt|reports|token|profile)\.[a-z]+)"', path.read_text())
+    }
+    assert kinds == set(KINDS)
