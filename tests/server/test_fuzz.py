@@ -33,7 +33,7 @@ def mutated(tree: object, dice: random.Random) -> object:
             parent, key = node, dice.choice(list(node) if isinstance(node, dict) else range(len(node)))
             node = parent[key]
         if parent is None:
-            return dice.choice(ODD)
+            return odd(dice)
         kind = dice.randrange(5)
         if kind == 0:
             del parent[key]
@@ -44,8 +44,13 @@ def mutated(tree: object, dice: random.Random) -> object:
         elif kind == 3 and isinstance(parent, list):
             parent.extend([node] * dice.randint(1, 5))
         else:
-            parent[key] = dice.choice(ODD)
+            parent[key] = odd(dice)
     return changed
+
+
+def odd(dice: random.Random) -> object:
+    """A value of its own: the next change may go into a list or map of it, and no seed may depend on those before."""
+    return copy.deepcopy(dice.choice(ODD))
 
 
 def damaged(data: bytes, dice: random.Random) -> bytes:
