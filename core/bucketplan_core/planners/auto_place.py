@@ -139,7 +139,7 @@ class Workbench:
         for fixed in cost.request.fixed:
             for source in fixed.depends_on:
                 self._before_fixed[source] = min(self._before_fixed.get(source, fixed.launch), fixed.launch)
-        self._has_edges = any(c.depends_on for c in cost.request.candidates) or bool(self._before_fixed)
+        self.has_edges = any(c.depends_on for c in cost.request.candidates) or bool(self._before_fixed)
         self._due = [
             min(c.latest_wait, self._before_fixed.get(index, c.latest_wait))
             for index, c in enumerate(cost.request.candidates)
@@ -222,7 +222,7 @@ class Workbench:
             if held != placements:
                 placements = held
                 steps = arrange_events(self.request, placements)
-        run = self._run(buckets, steps)
+        run = self.run(buckets, steps)
         if below_ns is not None and run.step_ns > below_ns:
             return None
         launches, waits = [p.launch for p in placements], [p.wait for p in placements]
@@ -234,20 +234,20 @@ class Workbench:
                     p if p.wait == wait else replace(p, wait=wait) for p, wait in zip(placements, waits, strict=True)
                 ]
                 steps = arrange_events(self.request, placements)
-                run = self._run(buckets, steps)
-        peak_bytes = self._memory(buckets, steps).peak_bytes
+                run = self.run(buckets, steps)
+        peak_bytes = self.memory(buckets, steps).peak_bytes
         return self._finish(Trial(rule, buckets, launches, waits, run, peak_bytes, named=tuple(placements)))
 
     def _evaluate_ahead(self, buckets: tuple[Bucket, ...], rule: Ahead) -> Trial | None:
         launches, waits = self._place(buckets, rule.permille)
         steps = self._arrange(buckets, launches, waits)
-        run = self._run(buckets, steps)
+        run = self.run(buckets, steps)
         settled = self._settle_waits(buckets, launches, waits, run)
         if settled != waits:
             waits = settled
             steps = self._arrange(buckets, launches, waits)
             run = self._rerun(run, buckets, steps)
-        peak_bytes = self._memory(buckets, steps).peak_bytes
+        peak_bytes = self.memory(buckets, steps).peak_bytes
         early: frozenset[int] = frozenset()
         if self.budget_bytes is not None and peak_bytes > self.budget_bytes:
             self.spent += 2 * len(steps)
@@ -256,8 +256,8 @@ class Workbench:
                 return None
             launches, waits, early = found
             steps = self._arrange(buckets, launches, waits, early)
-            run = self._run(buckets, steps)
-            peak_bytes = self._memory(buckets, steps).peak_bytes
+            run = self.run(buckets, steps)
+            peak_bytes = self.memory(buckets, steps).peak_bytes
         return self._finish(Trial(rule, buckets, launches, waits, run, peak_bytes, early))
 
     def lean(self, *, reduce_late: bool = False) -> Trial:
@@ -281,26 +281,34 @@ class Workbench:
         except Unschedulable:
             named = tuple(place_original(self.request, [b.members for b in buckets]))
             steps = arrange_events(self.request, named)
-        run = self._run(buckets, steps)
-        peak_bytes = self._memory(buckets, steps).peak_bytes
+        run = self.run(buckets, steps)
+        peak_bytes = self.memory(buckets, steps).peak_bytes
         return Trial(Ahead(0), buckets, launches, waits, run, peak_bytes, named=named)
 
     def _finish(self, trial: Trial) -> Trial | None:
         return None if self.budget_bytes is not None and trial.peak_bytes > self.budget_bytes else trial
 
-    def _run(self, buckets: Sequence[Bucket], steps: Sequence[tuple[int, int, int]]) -> Run:
+    def run(self, buckets: Sequence[Bucket], steps: Sequence[tuple[int, int, int]]) -> Run:
+        """One run of the simulator, counted."""
         self.spent += len(steps) + 16
         return run_steps(self.cost, [b.cost for b in buckets], [b.stream for b in buckets], steps)
 
     def _rerun(self, run: Run, buckets: Sequence[Bucket], steps: Sequence[tuple[int, int, int]]) -> Run:
         """The run after `_settle_waits`: the same one, unless edges order steps or slowed-down times are rounded."""
-        if self._has_edges or self.cost.hardware.slowdown_permille:
-            return self._run(buckets, steps)
+        if self.has_edges or self.cost.hardware.slowdown_permille:
+            return self.run(buckets, steps)
         self.spent += len(steps) + 16
         return run
 
-    def _memory(self, buckets: Sequence[Bucket], steps: Sequence[tuple[int, int, int]]) -> MemoryCurve:
+    def memory(self, buckets: Sequence[Bucket], steps: Sequence[tuple[int, int, int]]) -> MemoryCurve:
+        """Bytes held through these steps."""
         return memory_curve(self.cost, [b.buffers for b in buckets], steps)
+
+    def fixed_key(self, op: int, index: int) -> int:
+        """The key by which this launch or wait of a fixed collective is ordered in its gap."""
+        fixed = self.request.fixed[index]
+        key = fixed.launch_order if op == StepOp.FIXED_LAUNCH else fixed.wait_order
+        return _FIRST if key is None else key
 
     def _sorted_fixed(self) -> list[tuple[int, int, int, int]]:
         events = []
@@ -318,7 +326,7 @@ class Workbench:
         early: frozenset[int] = frozenset(),
     ) -> list[tuple[int, int, int]]:
         """The steps that `arrange` makes of these gaps, sorted directly where no edge joins two collectives."""
-        if self._has_edges:
+        if self.has_edges:
             self.spent += 2 * len(buckets)
             return arrange_events(self.request, _placements(buckets, launches, waits, early))
         events = [(gap, _FIRST, 0, index) for index, gap in enumerate(launches)]

@@ -26,6 +26,7 @@ from itertools import pairwise
 from bucketplan_core.planners.auto_gather import exact_gather_conditions, exact_gather_lane
 from bucketplan_core.planners.auto_groups import LaneRuns, Windows, by_block, cap_groups, small_and_large
 from bucketplan_core.planners.auto_place import ORIGINAL, SCHEDULED, Ahead, Groups, Rule, Trial, Workbench
+from bucketplan_core.planners.auto_polish import polish
 from bucketplan_core.planners.auto_reduce import exact_reduce_conditions, exact_reduce_lane
 from bucketplan_core.planners.simple import fill_by_size
 
@@ -43,6 +44,8 @@ _EXACT_CELLS = 1_500_000
 """Most squared lane members that the exact planners are given."""
 _REPRICING_ROUNDS = 4
 _KEPT = 4
+_POLISH_BUDGET = 60_000
+"""Simulated steps that moves of single launches and waits may take on top of `STEP_BUDGET`."""
 _FINEST_GAP = 10_000
 """The search stops at a gap of one part in this many."""
 
@@ -88,7 +91,17 @@ class Search:
         self._reprice(main)
         self._move()
         self._baselines()
+        if self.placement != "original":
+            self._polish()
         return self.best
+
+    def _polish(self) -> None:
+        """Move single steps of the best plans, the order inside gaps and against fixed collectives included."""
+        until = self.bench.spent + _POLISH_BUDGET
+        for trial in [self.best, *self._kept]:
+            if trial is None or self._optimal() or self.bench.spent >= until:
+                return
+            self._consider(polish(self.bench, trial, until - self.bench.spent))
 
     def _done(self) -> bool:
         return self.bench.spent >= self.step_budget or self._optimal()
