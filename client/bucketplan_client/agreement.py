@@ -11,26 +11,43 @@ the next. On a mesh that reaches every rank that shares a group with the failed 
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bucketplan_client.background import in_background
 from bucketplan_client.errors import AgreementError, RankFailed, RanksDisagree, RanksMissing, Where
-from bucketplan_client.protocol import Exchange, GetMany, Now, Protocol, Put, PutOnce, Wait, exchange, members_digest
+from bucketplan_client.protocol import (
+    Exchange,
+    GetMany,
+    Now,
+    Protocol,
+    Put,
+    PutOnce,
+    Wait,
+    exchange,
+    members_digest,
+    withdraw,
+)
 from bucketplan_client.store import JobStore, drive
 from bucketplan_core.errors import BucketplanError
 from bucketplan_core.request import Request
 from bucketplan_core.wire import WireValue, pack, unpack
 
-__all__ = ["GroupView", "Lockstep", "Report", "agree"]
+__all__ = ["GroupView", "Lockstep", "Report", "agree", "withdraw_in_time"]
+
+_LOG = logging.getLogger(__name__)
 
 DEFAULT_GRACE_S = 5.0
 DEFAULT_DEADLINE_S = 120.0
 """Ranks that run a pass in lockstep arrive within seconds; two minutes cover a host that is paging."""
 _DIFFERENCE_S = 10.0
 _LONGEST_REASON = 2_000
+_WITHDRAWAL_S = 3.0
+"""How long a rank that is being interrupted still talks to the store; a few writes take milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +100,44 @@ class Lockstep:
         self._grace_s = grace_s
         self._where = where or store.where
         self._calls = itertools.count()
+        self._last: int | None = None
+        self._is_open = False
 
     def agree(self, report: Report) -> None:
         """Return once every group of `report` holds one plan; else raise `AgreementError`, alike on all its ranks."""
         until = time.monotonic() + self._deadline_s
-        key = str(next(self._calls))
+        self._last, self._is_open = next(self._calls), True
+        key = str(self._last)
         drive(agree(report, key=key, until=until, where=self._where, grace_s=self._grace_s), self._store)
+        self._is_open = False
+
+    def withdraw(self, report: Report) -> None:
+        """Tell the others `report.failure` where they would wait for this rank, which takes no part any more.
+
+        That is the comparison it was in, and the next one. Takes a few seconds at most, whatever the store does, and
+        raises nothing: it is called while something else is being raised.
+        """
+        keys = [str(self._last)] if self._is_open else []
+        withdraw_in_time(self._store, report, keys=(*keys, str(next(self._calls))))
+
+
+def withdraw_in_time(store: JobStore, report: Report, *, keys: Sequence[str]) -> None:
+    """Answer the comparisons `keys` with `report.failure`, in all groups, on a connection of its own, or give up."""
+    future = in_background(lambda: drive(_withdrawals(report, keys), store.separate()), name="bucketplan-withdraw")
+    try:
+        future.result(_WITHDRAWAL_S)
+    except Exception as error:
+        _LOG.warning("the other ranks could not be told that this one is interrupted: %s", error)
+
+
+def _withdrawals(report: Report, keys: Sequence[str]) -> Protocol[None]:
+    for key in keys:
+        for phase in ("up", "down"):
+            for group in report.groups:
+                if len(group.members) > 1:
+                    payload = _payload(report, group)
+                    verdict = _judge(group, {report.rank: payload}, what="plan")
+                    yield from withdraw(f"{key}/{phase}/{group.key}", report.rank, payload, pack(verdict))
 
 
 def agree(
@@ -121,19 +170,12 @@ def agree(
 def _compare(
     report: Report, group: GroupView, *, key: str, until: float, grace_s: float, what: str
 ) -> Protocol[dict[str, WireValue]]:
-    payload: dict[str, WireValue] = {
-        "decision": report.decision,
-        "digest": group.digest,
-        "failure": None if report.failure is None else _sendable(report.failure[:_LONGEST_REASON]),
-        "members": list(group.members),
-        "signature": report.signature,
-    }
     standing = yield from exchange(
         Exchange(
             key=key,
             rank=report.rank,
             members=group.members,
-            payload=pack(payload),
+            payload=_payload(report, group),
             judge=lambda payloads: pack(_judge(group, payloads, what)),
             absent=lambda ranks: pack({"kind": "missing", "role": group.role, "ranks": list(ranks)}),
             until=until,
@@ -144,6 +186,18 @@ def _compare(
     if verdict["kind"] == "disagree" and verdict["send"]:
         verdict["difference"] = yield from _difference(report, group, verdict, key)
     return verdict
+
+
+def _payload(report: Report, group: GroupView) -> bytes:
+    return pack(
+        {
+            "decision": report.decision,
+            "digest": group.digest,
+            "failure": None if report.failure is None else _sendable(report.failure[:_LONGEST_REASON]),
+            "members": list(group.members),
+            "signature": report.signature,
+        }
+    )
 
 
 def _judge(group: GroupView, payloads: Mapping[int, bytes], what: str) -> dict[str, WireValue]:

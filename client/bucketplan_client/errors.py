@@ -40,6 +40,7 @@ from typing import Any, TypeVar
 from bucketplan_core.errors import BucketplanError, describe_ranks
 
 __all__ = [
+    "FOREIGN_REMEDY",
     "AccessRefused",
     "AgreementError",
     "BadAddress",
@@ -203,13 +204,13 @@ _REMEDIES = {
     "busy": "Try again later, or give the server more capacity",
     "conflict": "Read the current state again and repeat the call on it",
 }
-_FOREIGN_REMEDY = "Set BUCKETPLAN_SERVER to the server itself, or look at the proxy or gateway on the way to it"
+FOREIGN_REMEDY = "Set BUCKETPLAN_SERVER to the server itself, or look at the proxy or gateway on the way to it"
 _DEFAULT_REMEDY = "The problem says what to change; the server's log has the same request id"
 
 
 def _remedy_of(problem: Problem) -> str:
     if not problem.slug:
-        return _REMEDIES["unauthorized"] if problem.status == 401 else _FOREIGN_REMEDY
+        return _REMEDIES["unauthorized"] if problem.status == 401 else FOREIGN_REMEDY
     return _REMEDIES.get(problem.slug, _DEFAULT_REMEDY)
 
 
@@ -233,13 +234,14 @@ class AccessRefused(ServerRefused):
 class CorruptAnswer(ServerError):
     """What the server answered failed verification, however often it was asked."""
 
-    def __init__(self, reason: str, *, num_tries: int = 1, where: Where = _NOWHERE) -> None:
+    def __init__(self, reason: str, *, num_tries: int = 1, where: Where = _NOWHERE, remedy: str | None = None) -> None:
         self.reason = reason
         self.num_tries = num_tries
         super().__init__(
             f"the answer of the planning server failed verification {_times(num_tries)}: {reason}",
             where=where,
-            remedy="Look for a proxy that changes bodies, or a damaged server store (`bucketplan-server verify`)",
+            remedy=remedy
+            or "Look for a proxy that changes bodies, or a damaged server store (`bucketplan-server verify`)",
         )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -33,6 +34,7 @@ class _Installed:
     compare: FirstExecution
     fail: Callable[[Exception], None]
     seen: set[str] = field(default_factory=set)
+    locks: dict[str, threading.Lock] = field(default_factory=dict)
 
 
 _installed: list[_Installed] = []
@@ -42,11 +44,17 @@ def _first_execution(_witness: torch.Tensor, digests: str) -> None:
     if not _installed or digests in _installed[-1].seen:
         return
     current = _installed[-1]
-    current.seen.add(digests)
-    try:
-        current.compare(json.loads(digests))
-    except Exception as error:
-        current.fail(error)
+    # A second thread that runs the graph waits for the first one's comparison. A graph that was refused is not seen:
+    # whoever catches the error and runs it again is refused again.
+    with current.locks.setdefault(digests, threading.Lock()):
+        if digests in current.seen:
+            return
+        try:
+            current.compare(json.loads(digests))
+        except Exception as error:
+            current.fail(error)
+        else:
+            current.seen.add(digests)
 
 
 _library.impl("first_execution", _first_execution, "CompositeExplicitAutograd")

@@ -17,10 +17,11 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from bucketplan_client.agreement import GroupView, Report, agree
+from bucketplan_client.agreement import GroupView, Report, agree, withdraw_in_time
 from bucketplan_client.background import in_background
 from bucketplan_client.cache import PlanCache
 from bucketplan_client.environment import disabled_by_environment, job_from_environment
@@ -173,10 +174,16 @@ class Attempt:
         )
         report = Report(rank=self.rank, groups=views, signature=signature)
         until = time.monotonic() + deadline_s
-        drive(
-            agree(report, key=f"first/{slot}", until=until, where=self.where, what="collectives of the graph"),
-            self.store,
-        )
+        key = f"first/{slot}"
+        try:
+            drive(agree(report, key=key, until=until, where=self.where, what="collectives of the graph"), self.store)
+        except Exception:
+            raise
+        except BaseException as error:
+            # The others would wait for a rank that was interrupted here until their deadline.
+            reason = f"it was interrupted before graph {slot} ran: {type(error).__name__}: {error}"
+            withdraw_in_time(self.store, replace(report, failure=reason), keys=(key,))
+            raise
 
     def close(self) -> None:
         """Stop watching and send the reports that are waiting."""

@@ -181,8 +181,26 @@ class FsdpBucketingPass:
             _LOG.info("bucketing skipped: %s", reason)
             return gm
         where = Where(rank=this_rank(), job=self._job, server=getattr(self._plans, "address", None))
+        try:
+            applied, plan, reason = self._rewrite(gm, where)
+        except Exception:
+            raise  # every rank knows of it, and raises the same
+        except BaseException as error:
+            # Ctrl-C, an exit, a panic of a library: the others would wait for this rank until their deadline.
+            self._withdraw(gm, error, where)
+            raise
+        if applied is None or plan is None:
+            # Scopes that fit no collective of a whole step are a mistake more often than not.
+            _LOG.warning("%s", reason)
+        else:
+            self._tell(applied, plan)
+        return gm
+
+    def _rewrite(self, gm: fx.GraphModule, where: Where) -> tuple[Applied | None, Plan | None, str | None]:
+        """What was applied, of which plan; or neither, and why the graph is left alone."""
         description: Description | None = None
         plan: Plan | None = None
+        reason: str | None = None
         failure: PassFailed | None = None
         try:
             description = self._describe(gm)
@@ -208,12 +226,17 @@ class FsdpBucketingPass:
             if applied is not None:
                 applied.take_back()
             raise
-        if applied is None or plan is None:
-            # Scopes that fit no collective of a whole step are a mistake more often than not.
-            _LOG.warning("%s", reason)
-        else:
-            self._tell(applied, plan)
-        return gm
+        return applied, plan, reason
+
+    def _withdraw(self, gm: fx.GraphModule, error: BaseException, where: Where) -> None:
+        """Report to the other ranks that this one leaves, in a few seconds at most; raises nothing of its own."""
+        reason = PassFailed("run", error, where=where).message
+        try:
+            report = replace(self._report(gm, None, None), failure=reason)
+            if self._compares(report):
+                self._compared(where).withdraw(report)
+        except Exception:
+            _LOG.warning("the other ranks were not told: %s", reason, exc_info=True)
 
     def _reason_to_skip(self) -> str | None:
         if self._skipped is not None:
@@ -257,18 +280,24 @@ class FsdpBucketingPass:
         """Compare with every rank of this rank's groups; returns only if all hold one plan and none failed."""
         if failure is not None:
             report = replace(report, failure=failure.message)
-        if self._compare and any(len(view.members) > 1 for view in report.groups):
-            if self._lockstep is None:
-                store = self._store
-                if not isinstance(store, JobStore):
-                    store = JobStore(store or default_store(), prefix="bucketplan", where=where)
-                self._lockstep = Lockstep(store, deadline_s=self._deadline_s, grace_s=self._grace_s, name=self._name)
+        if self._compares(report):
             try:
-                self._lockstep.agree(report)
+                self._compared(where).agree(report)
             except AgreementError as error:
                 raise error.located(where) from failure
         if failure is not None:
             raise failure
+
+    def _compares(self, report: Report) -> bool:
+        return self._compare and any(len(view.members) > 1 for view in report.groups)
+
+    def _compared(self, where: Where) -> Lockstep:
+        if self._lockstep is None:
+            store = self._store
+            if not isinstance(store, JobStore):
+                store = JobStore(store or default_store(), prefix="bucketplan", where=where)
+            self._lockstep = Lockstep(store, deadline_s=self._deadline_s, grace_s=self._grace_s, name=self._name)
+        return self._lockstep
 
     def _report(self, gm: fx.GraphModule, description: Description | None, plan: Plan | None) -> Report:
         members = groups_of_graph(gm.graph, self._roles)

@@ -125,6 +125,15 @@ def exchange(call: Exchange) -> Protocol[bytes]:
     return values[0]
 
 
+def withdraw(key: str, rank: int, payload: bytes, verdict: bytes) -> Protocol[None]:
+    """Take part in the exchange `key` without waiting for anybody: `payload`, and `verdict` unless there is one.
+
+    For a rank that is about to leave: the others must wait neither for its value nor, where it collects, for its word.
+    """
+    yield Put(_payload_key(key, rank), payload)
+    yield PutOnce(f"{key}/verdict", verdict)
+
+
 def members_digest(members: Sequence[int]) -> str:
     """SHA-256 over ranks in group order: names one group among those of a role; 64 hex characters."""
     return hashlib.sha256(struct.pack(f"<{len(members)}q", *members)).hexdigest()

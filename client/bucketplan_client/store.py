@@ -6,6 +6,7 @@ device, and a rank that waits on it blocks nobody else.
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 import zlib
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from bucketplan_client.background import in_background
 from bucketplan_client.errors import StoreFailed, Where
 from bucketplan_client.protocol import Get, GetMany, Now, Protocol, Put, PutOnce, Wait
 
@@ -89,7 +91,7 @@ class JobStore:
         left_s = until - time.monotonic()
         if left_s > 0:
             try:
-                self._store.wait(list(keys), timedelta(seconds=left_s))
+                self._wait(list(keys), left_s)
             except RuntimeError as error:
                 # A timeout and a lost store raise the same class on some stores; only the clock tells them apart.
                 if time.monotonic() < until - 0.05:
@@ -98,6 +100,13 @@ class JobStore:
                 return ()
         with self._typed("check"):
             return () if self._store.check(list(keys)) else tuple(k for k in keys if not self._store.check([k]))
+
+    def _wait(self, keys: list[str], left_s: float) -> None:
+        # Python sees Ctrl-C only between its own instructions, and the store's wait is one that may last for minutes.
+        if threading.current_thread() is threading.main_thread():
+            in_background(lambda: self._store.wait(keys, timedelta(seconds=left_s)), name="bucketplan-wait").result()
+        else:
+            self._store.wait(keys, timedelta(seconds=left_s))
 
     def _set(self, key: str, value: bytes) -> None:
         self._store.set(key, value)  # type: ignore[arg-type]  # annotated as str, bytes are taken as they are

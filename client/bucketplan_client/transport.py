@@ -21,6 +21,7 @@ from urllib.parse import unquote_to_bytes
 from bucketplan_client.bodies import ACCEPT_ENCODING, BodyRefused, read_body
 from bucketplan_client.environment import split_secrets, token_from_environment
 from bucketplan_client.errors import (
+    FOREIGN_REMEDY,
     AccessRefused,
     BadAddress,
     BadToken,
@@ -56,6 +57,9 @@ _BACKOFF_FIRST_S = 0.1
 _BACKOFF_MOST_S = 5.0
 _MAX_DAMAGED_REQUESTS = 3
 """Tries after which a 400 or 422 for bytes that we know to be canonical is the server's word, not the network's."""
+
+_SHOWN_BYTES = 60
+"""How much of a body that no planning server sent is quoted; enough to know a login page."""
 
 T = TypeVar("T")
 
@@ -349,9 +353,12 @@ class PlanClient:
         if response.status_code in (200, 201):
             try:
                 _check_content_digest(answer)
+                _check_media_type(answer)
                 return read(answer)
             except SchemaVersionError as error:
                 raise schema_refused(error, num_tries=call.num_tries, where=call.where) from error
+            except _NotOurs as error:
+                raise _corrupt(call, str(error), remedy=FOREIGN_REMEDY) from error
             except (DecodeError, SignatureMismatch) as error:
                 raise _corrupt(call, str(error)) from error
         raise self._refusal(answer, call)
@@ -442,8 +449,8 @@ def _final(
     return lambda num_tries, elapsed_s: kind(reason, num_tries=num_tries, elapsed_s=elapsed_s, where=where)
 
 
-def _corrupt(call: _Call, reason: str) -> _Again:
-    return _Again(lambda num_tries, _: CorruptAnswer(reason, num_tries=num_tries, where=call.where))
+def _corrupt(call: _Call, reason: str, *, remedy: str | None = None) -> _Again:
+    return _Again(lambda num_tries, _: CorruptAnswer(reason, num_tries=num_tries, where=call.where, remedy=remedy))
 
 
 def schema_refused(error: SchemaVersionError, *, num_tries: int, where: Where) -> ServerRefused:
@@ -491,6 +498,18 @@ def _decode(content: bytes, headers: Mapping[str, str]) -> WireValue:
     if kind.endswith("json"):
         return from_json(content)
     raise DecodeError("$", kind, "the answer is neither MessagePack nor JSON")
+
+
+class _NotOurs(DecodeError):
+    """A good answer, but of something else: a captive portal, a login page, the default page of an ingress."""
+
+
+def _check_media_type(answer: Answer) -> None:
+    kind = _media_type(answer.headers)
+    if kind.endswith(("msgpack", "json")) or (not kind and not answer.content):
+        return
+    begins = answer.content[:_SHOWN_BYTES].decode("utf-8", "backslashreplace")
+    raise _NotOurs("$", kind[:60], f"neither MessagePack nor JSON came, and no planning server sends {begins!r}")
 
 
 def _media_type(headers: Mapping[str, str]) -> str:

@@ -173,6 +173,10 @@ class Fields:
         return self._each(key, values, lambda value, path: None if value is None else _str(value, path, choices))
 
     def column_ints(self, key: str, length: int, *, low: int = 0, limit: int) -> list[tuple[int, ...]]:
+        return list(map(tuple, self.column_int_lists(key, length, low=low, limit=limit)))
+
+    def column_int_lists(self, key: str, length: int, *, low: int = 0, limit: int) -> Sequence[Sequence[int]]:
+        """`column_ints` as the lists that were read: for a reader that may never need the rows."""
         values = self._column(key, length)
         inner = _flattened(values, limit)
         if (
@@ -180,7 +184,7 @@ class Fields:
             and set(map(type, inner)) <= _INTS
             and _all_between(cast("list[int]", inner), low, MAX_INT)
         ):
-            return list(map(tuple, cast("list[list[int]]", values)))
+            return cast("list[list[int]]", values)
         return self._each(key, values, lambda value, path: _ints(value, path, low, limit))
 
     def column_strs(self, key: str, length: int, *, limit: int) -> list[tuple[str, ...]]:

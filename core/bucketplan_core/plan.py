@@ -225,11 +225,15 @@ def _buckets_from_wire(fields: Fields) -> Callable[[], tuple[Bucket, ...]]:
     columns: dict[str, Sequence[object]] = {
         "id": fields.column_str("id", n),
         "lane": fields.column_int("lane", n),
-        "members": fields.column_ints("members", n, limit=MAX_CANDIDATES),
+        "members": fields.column_int_lists("members", n, limit=MAX_CANDIDATES),
         "rewrite": fields.column_str("rewrite", n, choices=REWRITES),
     }
     fields.finish()
-    return partial(rows_from_columns, Bucket, columns, n)
+    return partial(_buckets, columns, n)
+
+
+def _buckets(columns: Mapping[str, Sequence[Any]], length: int) -> tuple[Bucket, ...]:
+    return rows_from_columns(Bucket, {**columns, "members": list(map(tuple, columns["members"]))}, length)
 
 
 def _steps_from_wire(fields: Fields) -> Callable[[], tuple[Step, ...]]:

@@ -79,6 +79,11 @@ class _Broken:
         raise OSError(self._message)
 
 
+class _Interrupted:
+    def plan(self, request: Request, profile: CostProfile | None = None) -> Plan:
+        raise KeyboardInterrupt
+
+
 class _Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -123,6 +128,14 @@ def disagree(case: str, odd: int, expert_size: int | None = None) -> dict[str, A
         options = _options(cap_bytes=7_000)
     elif is_odd and case == "planning":
         plans = _Broken()
+    elif is_odd and case == "interrupted while planning":
+        plans = _Interrupted()
+    elif is_odd and case == "interrupted while applying":
+
+        def interrupt(*_: Any, **__: Any) -> Any:
+            raise KeyboardInterrupt
+
+        passes.apply_plan = interrupt  # type: ignore[assignment]
     elif is_odd and case == "kinds":
         kinds = ["fsdp_all_gather"]
     elif is_odd and case == "file name":
@@ -131,16 +144,18 @@ def disagree(case: str, odd: int, expert_size: int | None = None) -> dict[str, A
         gather = next(n for n in graph.gm.graph.nodes if n.meta.get("comm_type") == "fsdp_all_gather")
         gather.meta["param_name"] = "renamed.weight"
     elif is_odd and case == "describing":
-        options = "no options at all"  # type: ignore[assignment]
+        options = "no options at all"  # type: ignore[assignment]  # the fault that is injected
     elif is_odd and case == "applying":
 
         def fail(*_: Any, **__: Any) -> Any:
             raise RuntimeError("rewriter broke")
 
-        passes.apply_plan = fail  # type: ignore[assignment]
+        passes.apply_plan = fail  # type: ignore[assignment]  # the fault that is injected
     bucketing = FsdpBucketingPass(plans, options=options, roles=graph.roles, kinds=kinds, deadline_s=30.0, job="test")
     try:
         bucketing(graph.gm)
+    except KeyboardInterrupt:
+        return {"kind": "KeyboardInterrupt", "intact": _nodes(graph.gm) == before}
     except ClientError as error:
         facts = {key: value for key, value in vars(error).items() if key not in ("where", "cause")}
         return {

@@ -12,6 +12,7 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
+from bucketplan_client.cli.doctor import _versions
 from bucketplan_client.cli.main import app
 from bucketplan_client.transport import PlanClient
 from bucketplan_core.attempt import AttemptRequest
@@ -74,7 +75,7 @@ class TestReading:
         assert shown["request"]["phase"] == "forward"
 
     def test_unknown_signature_says_so(self, server):
-        assert "no stored plan begins with it" in call(server, "show", "ffff", status=2)
+        assert "no stored plan begins with it" in call(server, "show", "ffff", status=4)
         assert "unknown-signature" in call(server, "show", "f" * 64, status=4)
 
     def test_equal_plans_do_not_differ_and_others_do(self, server):
@@ -126,6 +127,24 @@ class TestDoctor:
         text = call(server, "doctor")
         assert "NO" not in text
         assert call_json(server, "doctor")["healthy"] is True
+
+    @pytest.mark.parametrize(
+        ("said", "odd"),
+        [
+            ({}, set()),
+            ({"version": "7.0.0"}, set()),
+            ({"schema": 2}, {"schema"}),
+            ({"capture": 9}, {"capture"}),
+            ({"planners": ["none/1", "size/9"]}, {"planners"}),
+        ],
+    )
+    def test_what_decides_is_compared_and_not_the_release(self, server, said, odd):
+        with PlanClient(server.url) as client:
+            ready = {**dict(client.get("/readyz").body), **said}
+        checks = _versions(ready)
+        assert {check.name for check in checks} == {"versions", "schema", "capture", "planners"}
+        assert {check.name for check in checks if not check.ok} == odd
+        assert all(check.remedy for check in checks if not check.ok)
 
     def test_dead_server_is_named_with_what_to_do(self, server):
         text = call("http://127.0.0.1:9", "doctor", status=1)
@@ -248,6 +267,33 @@ class TestForm:
         unreachable = json.loads(call("http://127.0.0.1:9", "plans", "--json", status=3))["error"]
         assert unreachable["type"] == "urn:bucketplan:client:ServerUnreachable"
 
+    @pytest.mark.parametrize(
+        ("arguments", "status"),
+        [
+            (("show", "ffff"), 4),
+            (("explain", "ffff"), 4),
+            (("show",), 2),
+            (("show", ""), 2),
+            (("plans", "--limit", "0"), 2),
+            (("plans", "--no-such-option"), 2),
+            (("no-such-command",), 2),
+            (("replan", A.signature, "--reason", "r", "--set", "strategy"), 2),
+            (("calibrate", "--store", "a", "--reason", ""), 2),
+            (("calibrate", "--store", "a", "--from", "missing.json"), 2),
+            (("calibrate",), 2),
+        ],
+    )
+    def test_every_error_is_json_where_json_was_asked_for(self, server, arguments, status):
+        error = call_json(server, *arguments, status=status)["error"]
+        assert error["exit_status"] == status
+        assert error["type"].startswith("urn:bucketplan:")
+        assert error["message"]
+
+    def test_trace_that_cannot_be_written_says_so(self, server, tmp_path, monkeypatch):
+        monkeypatch.setattr("bucketplan_client.cli.main._get", lambda *_, **__: {"traceEvents": []})
+        missing = tmp_path / "missing" / "trace.json"
+        assert "cannot be written" in call(server, "trace", A.signature, "--output", str(missing), status=2)
+
     def test_unreachable_server_has_its_status(self):
         assert "could not be reached" in call("http://127.0.0.1:9", "plans", status=3)
 
@@ -255,7 +301,7 @@ class TestForm:
         call("ftp://server", "plans", status=2)
 
     def test_every_command_answers_in_json_and_has_help(self):
-        commands: Sequence[Any] = list(typer.main.get_command(app).commands.values())  # type: ignore[attr-defined]
+        commands: Sequence[Any] = list(typer.main.get_command(app).commands.values())  # type: ignore[attr-defined]  # the application is a group of commands
         assert len(commands) == 12
         for command in commands:
             assert any("--json" in parameter.opts for parameter in command.params), command.name

@@ -82,6 +82,15 @@ class TestDisagreement:
         assert [outcome["rank"] for outcome in outcomes] == [0, 1]
         assert all(outcome["intact"] for outcome in outcomes)
 
+    @pytest.mark.parametrize("odd", [0, 1])
+    @pytest.mark.parametrize("case", ["interrupted while planning", "interrupted while applying"])
+    def test_interrupted_rank_is_named_and_keeps_its_interrupt(self, case, odd):
+        outcomes = gloo_pool(2).run(f"{RANKS}:disagree", case, odd)
+        assert outcomes[odd]["kind"] == "KeyboardInterrupt"
+        assert outcomes[1 - odd]["kind"] == "RankFailed"
+        assert f"rank {odd} said: the bucketing pass failed to run: KeyboardInterrupt" in outcomes[1 - odd]["text"]
+        assert all(outcome["intact"] for outcome in outcomes)
+
     def test_error_names_the_option_that_differs(self):
         (outcome, _) = gloo_pool(2).run(f"{RANKS}:disagree", "options", 1)
         assert "options.bucket_cap_bytes" in outcome["text"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ import time
 import pytest
 import torch.distributed as dist
 
+from bucketplan_client.agreement import GroupView
 from bucketplan_client.errors import StoreFailed, Where
 from bucketplan_client.store import JobStore
 
@@ -93,3 +95,36 @@ def test_killed_store_is_a_typed_error_not_a_hang():
     assert caught.value.where.rank == 4
     with pytest.raises(StoreFailed):
         store.put("a", b"2")
+
+
+_WAITING = """
+import sys, time
+import torch.distributed as dist
+from bucketplan_client.agreement import GroupView, Lockstep, Report
+from bucketplan_client.store import JobStore
+
+store = JobStore(dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, wait_for_workers=False), prefix="job")
+print("waiting", flush=True)
+Lockstep(store, deadline_s=600.0, name="pass").agree(Report(rank=0, groups=(GroupView(role="fsdp", members=(0, 1)),)))
+"""
+
+
+def test_rank_that_waits_for_others_obeys_an_interrupt():
+    base = tcp_store()
+    with subprocess.Popen(
+        [sys.executable, "-c", _WAITING, str(base.port)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as waiting:
+        try:
+            assert waiting.stdout is not None
+            assert waiting.stdout.readline() == "waiting\n"
+            JobStore(base, prefix="job").wait(_first_payload(), time.monotonic() + 60.0)
+            waiting.send_signal(signal.SIGINT)
+            _, said = waiting.communicate(timeout=120.0)
+        finally:
+            waiting.kill()
+    assert "KeyboardInterrupt" in said
+
+
+def _first_payload() -> list[str]:
+    view = GroupView(role="fsdp", members=(0, 1))
+    return [f"lockstep/pass/0/up/{view.key}/rank/0"]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +25,7 @@ from bucketplan_client.errors import (
     ServerRefused,
     ServerUnreachable,
 )
+from bucketplan_client.opening import open_attempt
 from bucketplan_client.testing import InMemoryPlanServer
 from bucketplan_client.transport import PlanClient, shared_client
 from bucketplan_core import Plan, make_plan
@@ -402,3 +404,36 @@ def test_every_error_can_be_pickled_with_its_fields():
     copy = pickle.loads(pickle.dumps(caught.value))
     assert str(copy) == str(caught.value)
     assert copy.problem == caught.value.problem
+
+
+class TestSomethingElseAnswers:
+    """A captive portal, a login page or the default page of an ingress answers 200 with a page of its own."""
+
+    PAGE = "<html>\x1b[31m<title>Sign in</title></html>"
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda client: client.known_plan("0" * 64, deadline_s=0.3),
+            lambda client: client.post_plan(small_request(), deadline_s=0.3),
+            lambda client: client.get("/v1/plans", deadline_s=0.3),
+        ],
+    )
+    def test_message_says_what_came_from_where_and_what_to_do(self, call):
+        with pytest.raises(CorruptAnswer) as caught:
+            call(client_of(lambda _: httpx.Response(200, html=self.PAGE)))
+        said = str(caught.value)
+        assert "'text/html'" in said
+        assert r"<html>\x1b[31m<title>Sign in" in said
+        assert "\x1b" not in said
+        assert "http://server" in said
+        assert "BUCKETPLAN_SERVER" in caught.value.remedy
+
+    def test_attempt_goes_on_as_without_a_server(self):
+        client = client_of(lambda _: httpx.Response(200, html=self.PAGE))
+        opened = open_attempt(
+            client, groups={"fsdp": (0,)}, job="llama", store=dist.HashStore(), rank=0, server_s=0.3, plan_s=0.3
+        )
+        with opened as attempt:
+            assert attempt.source == "local"
+            assert attempt.plans is not None

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bucketplan_client.cli.output import EXIT_NEGATIVE, EXIT_USAGE, failing_well, print_json, working
+from bucketplan_client.cli.output import EXIT_NEGATIVE, EXIT_USAGE, fail, failing_well, not_empty, print_json, working
 from bucketplan_core.errors import DecodeError
 from bucketplan_core.presets import MeasuredProfile
 from bucketplan_core.wire import WireValue, from_json, to_json
@@ -31,7 +31,9 @@ def calibrate(
     measured: Annotated[
         Path | None, typer.Option("--from", help="Store this profile, written by --output, and measure nothing.")
     ] = None,
-    reason: Annotated[str, typer.Option(help="Why it is stored; goes into the audit log.")] = "calibrated",
+    reason: Annotated[
+        str, typer.Option(help="Why it is stored; goes into the audit log.", callback=not_empty)
+    ] = "calibrated",
     min_bytes: Annotated[int, typer.Option(help="Smallest full tensor.", min=4)] = 4_096,
     max_bytes: Annotated[int, typer.Option(help="Largest full tensor.", min=8)] = 1 << 30,
     repeats: Annotated[int, typer.Option(help="Timed repetitions of each size.", min=1)] = 20,
@@ -45,7 +47,7 @@ def calibrate(
     """
     own_name = _name_of(name, store, measured)
     if measured is not None:
-        profile = replace(_read(measured), name=own_name)
+        profile = replace(_read(context, measured), name=own_name)
         _store(context, profile, reason, kept=measured)
         if as_json:
             print_json(profile.to_wire())
@@ -61,13 +63,13 @@ def calibrate(
             if status or os.environ["RANK"] != "0":
                 raise typer.Exit(status)
         else:
-            report = _run_job(ranks, {**given, "output": path})
+            report = _run_job(context, ranks, {**given, "output": path})
             if as_json:
                 print_json(from_json(path.read_bytes()))
             else:
                 sys.stdout.write(report)
         if store is not None:
-            _store(context, _read(path), reason, kept=output)
+            _store(context, _read(context, path), reason, kept=output)
 
 
 def _name_of(name: str | None, store: str | None, measured: Path | None) -> str:
@@ -84,23 +86,24 @@ def _name_of(name: str | None, store: str | None, measured: Path | None) -> str:
     return found
 
 
-def _run_job(ranks: int, given: Mapping[str, object]) -> str:
+def _run_job(context: typer.Context, ranks: int, given: Mapping[str, object]) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["-m", "bucketplan_client.calibrate", *_flags(given)]
     with working(f"calibrating {ranks} ranks"):
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
-        sys.stderr.write(done.stdout + "error: the calibration job failed; its messages are above\n")
-        raise typer.Exit(EXIT_NEGATIVE)
+        sys.stderr.write(done.stdout)
+        problem = {"type": "urn:bucketplan:client:CalibrationFailed", "remedy": "Read the job's messages on stderr"}
+        fail(context, "the calibration job failed; its messages are above", status=EXIT_NEGATIVE, problem=problem)
     return done.stdout
 
 
-def _read(path: Path) -> MeasuredProfile:
+def _read(context: typer.Context, path: Path) -> MeasuredProfile:
     try:
         return MeasuredProfile.from_wire(from_json(path.read_bytes()))
     except (OSError, DecodeError) as error:
-        sys.stderr.write(f"error: {path} is no measured profile: {error}\n")
-        raise typer.Exit(EXIT_USAGE) from None
+        problem = {"type": f"urn:bucketplan:client:{type(error).__name__}", "remedy": "Give a file of --output"}
+        fail(context, f"{path} is no measured profile: {error}", status=EXIT_USAGE, problem=problem)
 
 
 def _store(context: typer.Context, profile: MeasuredProfile, reason: str, *, kept: Path | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from urllib.parse import urlsplit
@@ -13,6 +14,7 @@ from bucketplan_client.cache import default_cache_folder
 from bucketplan_client.environment import DISABLE_VARIABLE, disabled_by_environment, job_from_environment
 from bucketplan_client.errors import BadAddress, BadToken, ClientError, ServerRefused
 from bucketplan_client.transport import JSON, Answer, PlanClient
+from bucketplan_core.request import CAPTURE_VERSION, SCHEMA_VERSION
 from bucketplan_core.wire import WireValue
 
 __all__ = ["Check", "examine"]
@@ -70,7 +72,7 @@ def _server(client: PlanClient) -> list[Check]:
     checks.append(Check(name="server", ok=True, found=f"{client.address} is ready"))
     checks += _clock(ready, before, after)
     checks.append(_token(client))
-    checks.append(_versions(client))
+    checks += _versions(ready.body)
     return checks
 
 
@@ -120,23 +122,48 @@ def _token(client: PlanClient) -> Check:
     return Check(name="token", ok=True, found="this caller may read plans")
 
 
-def _versions(client: PlanClient) -> Check:
+def _versions(ready: WireValue) -> list[Check]:
+    """What decides whether client and server understand each other; releases are named and decide nothing."""
     from importlib.metadata import version
 
-    mine = version("bucketplan")
-    try:
-        described = client.get("/openapi.json", accept=JSON).body
-    except ClientError as error:
-        return Check(name="versions", ok=False, found=error.message, remedy=error.remedy)
-    info = described.get("info") if isinstance(described, dict) else None
-    theirs = str(info.get("version")) if isinstance(info, dict) else "unknown"
-    ok = theirs.split(".")[0] == mine.split(".")[0]
-    return Check(
-        name="versions",
-        ok=ok,
-        found=f"client {mine}, server {theirs}",
-        remedy="" if ok else "Install the same major release of client and server",
-    )
+    from bucketplan_core.planners import PLANNERS
+
+    said = ready if isinstance(ready, Mapping) else {}
+    found = f"client {version('bucketplan')}, server {said.get('version', 'unknown')!s}"
+    if "schema" not in said:
+        return [Check(name="versions", ok=True, found=f"{found}; this server does not say which schema it speaks")]
+    offered = said.get("planners")
+    theirs = {str(planner) for planner in offered} if isinstance(offered, list | tuple) else set()
+    mine = {planner.version for planner in PLANNERS}
+    schema_ok, capture_ok = said["schema"] == SCHEMA_VERSION, said.get("capture") == CAPTURE_VERSION
+    return [
+        Check(name="versions", ok=True, found=found),
+        Check(
+            name="schema",
+            ok=schema_ok,
+            found=f"client {SCHEMA_VERSION}, server {said['schema']!r}",
+            remedy="" if schema_ok else "Install a client and a server of one schema version; no call works until then",
+        ),
+        Check(
+            name="capture",
+            ok=capture_ok,
+            found=f"client {CAPTURE_VERSION}, server {said.get('capture')!r}",
+            remedy="" if capture_ok else "Install releases of one capture version; attempts do not open otherwise",
+        ),
+        Check(
+            name="planners",
+            ok=mine == theirs,
+            found=_planners(mine, theirs),
+            remedy=""
+            if mine == theirs
+            else "Use planner versions that both hold: without the server, ranks cannot plan by one that they lack",
+        ),
+    ]
+
+
+def _planners(mine: set[str], theirs: set[str]) -> str:
+    sides = {"on both sides": mine & theirs, "only in the client": mine - theirs, "only in the server": theirs - mine}
+    return "; ".join(f"{', '.join(sorted(held))} {where}" for where, held in sides.items() if held)
 
 
 def _host() -> list[Check]:

@@ -15,6 +15,8 @@ from bucketplan_client.cli.output import (
     EXIT_CODES,
     EXIT_NEGATIVE,
     EXIT_REFUSED,
+    EXIT_USAGE,
+    JsonErrors,
     facts,
     fail,
     failing_well,
@@ -30,6 +32,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="bucketplan",
+    cls=JsonErrors,
     help=f"The planning service for communication buckets, asked over HTTP.\n\n{EXIT_CODES}",
     no_args_is_help=True,
     add_completion=False,
@@ -97,8 +100,10 @@ def _whole(context: typer.Context, signature: str) -> str:
             break
     if len(found) == 1:
         return found.pop()
-    many = f"{len(found)} plans begin with it" if found else "no stored plan begins with it"
-    raise typer.BadParameter(f"{signature!r}: {many}", param_hint="SIGNATURE")
+    if not found:
+        unknown = {"type": "urn:bucketplan:problem:unknown-signature", "status": 404}
+        fail(context, f"{signature!r}: no stored plan begins with it", status=EXIT_REFUSED, problem=unknown)
+    raise typer.BadParameter(f"{signature!r}: {len(found)} plans begin with it", param_hint="SIGNATURE")
 
 
 @app.command()
@@ -251,7 +256,11 @@ def trace(
         return
     import json
 
-    output.write_text(json.dumps(found, sort_keys=True), encoding="utf-8")
+    try:
+        output.write_text(json.dumps(found, sort_keys=True), encoding="utf-8")
+    except OSError as error:
+        problem = {"type": "urn:bucketplan:client:OSError", "remedy": "Name another file with --output"}
+        fail(context, f"{output} cannot be written: {error}", status=EXIT_USAGE, problem=problem)
     facts({"written": str(output), "open it at": "https://ui.perfetto.dev"})
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperGroup
 
 from bucketplan_client.errors import (
     BadAddress,
@@ -32,6 +33,7 @@ __all__ = [
     "EXIT_REFUSED",
     "EXIT_UNREACHABLE",
     "EXIT_USAGE",
+    "JsonErrors",
     "facts",
     "fail",
     "failing_well",
@@ -50,8 +52,11 @@ EXIT_CORRUPT = 5
 
 EXIT_CODES = """Exit status: 0 done; 1 the answer is no (plans differ, verification failed, doctor found something, an
 attempt diverged); 2 wrong usage; 3 the server could not be reached in time; 4 it refused; 5 its answer failed
-verification. With --json an error of status 3 to 5 is {"error": {"type", "message", ...}} on stdout; wrong usage is
-text on stderr."""
+verification. With --json every error is {"error": {"type", "exit_status", "message", ...}} on stdout,
+wrong usage too."""
+
+# The library whose errors these are stands inside Typer and has no public name there.
+_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 
 # Names come from users' models and jobs: they are text, never markup.
 _out = Console(markup=False, highlight=False, soft_wrap=True)
@@ -130,6 +135,38 @@ def fail(context: typer.Context, message: str, *, status: int, problem: Mapping[
     else:
         _err.print(f"error: {message}")
     raise typer.Exit(status) from None
+
+
+class JsonErrors(TyperGroup):
+    """The application, whose wrong usage is an ``{"error": ...}`` on stdout where the arguments hold ``--json``."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        given = list(sys.argv[1:] if args is None else args)
+        as_json = standalone_mode and "--json" in given
+        alone = standalone_mode and not as_json
+        try:
+            status = super().main(given, prog_name, complete_var, alone, windows_expand_args, **extra)
+        except _USAGE_ERROR as error:
+            if not as_json:
+                raise
+            problem = {"type": f"urn:bucketplan:client:{type(error).__name__}", "remedy": "See --help of the command"}
+            status = error.exit_code
+            print_json({"error": {**problem, "exit_status": status, "message": error.format_message()}})
+        except typer.Abort:
+            if not as_json:
+                raise
+            status = EXIT_NEGATIVE
+        if not as_json:
+            return status
+        sys.exit(status if isinstance(status, int) else 0)
 
 
 def not_empty(value: str | None) -> str | None:

@@ -6,6 +6,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from bucketplan_core.planners import PLANNERS
+from bucketplan_core.request import CAPTURE_VERSION, SCHEMA_VERSION
+from bucketplan_core.wire import WireValue
 from bucketplan_server import __version__
 from bucketplan_server.access import needs_nothing
 from bucketplan_server.http.answers import answer
@@ -19,7 +22,13 @@ from bucketplan_server.store.engine import StoreError
 __all__ = ["router"]
 
 router = APIRouter()
-_STATE = {"application/json": {"schema": obj({"status": {"type": "string"}, "version": {"type": "string"}})}}
+_TEXT = {"type": "string"}
+_OFFERED = {
+    "capture": {"type": "integer"},
+    "planners": {"type": "array", "items": _TEXT},
+    "schema": {"type": "integer"},
+}
+_STATE = {"application/json": {"schema": obj({"status": _TEXT, "version": _TEXT}, _OFFERED)}}
 
 
 @router.get(
@@ -63,4 +72,11 @@ async def metrics(state: State) -> Response:
 
 def _state(request: Request, status: str) -> Response:
     encoding = preferred(request.headers.get("accept")) or "json"
-    return answer({"status": status, "version": __version__}, encoding, headers={"Cache-Control": "no-store"})
+    state: dict[str, WireValue] = {
+        "capture": CAPTURE_VERSION,
+        "planners": [planner.version for planner in PLANNERS],
+        "schema": SCHEMA_VERSION,
+        "status": status,
+        "version": __version__,
+    }
+    return answer(state, encoding, headers={"Cache-Control": "no-store"})
