@@ -24,7 +24,7 @@ def outside_all_scopes(odd: str) -> dict[str, Any]:
     before = str(graph.gm.graph)
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # shorter than a class
     logger = logging.getLogger("bucketplan_client.passes")
     logger.addHandler(handler)
     bucketing = FsdpBucketingPass(

@@ -18,7 +18,7 @@ READ_FROM_ENVIRONMENT = re.findall(
 )
 
 
-@pytest.mark.parametrize("name", sorted(typer.main.get_command(app).commands))  # type: ignore[attr-defined]
+@pytest.mark.parametrize("name", sorted(typer.main.get_command(app).commands))  # type: ignore[attr-defined]  # the application is a group
 def test_command_is_there(name):
     assert name in README.partition("## Command line")[2]
 

@@ -65,8 +65,8 @@ def test_arrival_order_shows_neither_in_the_signature_nor_in_the_plan(request: R
 @settings(max_examples=count(test=40, soak=5_000))
 def test_key_order_shows_nowhere(request: Request, rng: random.Random) -> None:
     tree = reordered(request.to_wire(), rng)
-    assert Request.from_wire(tree).signature == request.signature  # type: ignore[arg-type]
-    assert Request.from_wire(from_json(to_json(tree))).signature == request.signature  # type: ignore[arg-type]
+    assert Request.from_wire(tree).signature == request.signature  # type: ignore[arg-type]  # trees are typed as object
+    assert Request.from_wire(from_json(to_json(tree))).signature == request.signature  # type: ignore[arg-type]  # trees are typed as object
 
 
 def test_hardware_figures_in_any_order_are_one_profile() -> None:
@@ -123,7 +123,7 @@ def test_three_hash_seeds_give_the_same_bytes() -> None:
 def _candidate(index: int, **fields: object) -> Callable[[Request], Request]:
     def change(request: Request) -> Request:
         candidates = list(request.candidates)
-        candidates[index] = replace(candidates[index], **fields)  # type: ignore[arg-type]
+        candidates[index] = replace(candidates[index], **fields)  # type: ignore[arg-type]  # callers name fields of the class
         return rebuilt(request, candidates=candidates)
 
     return change
@@ -133,7 +133,7 @@ def rebuilt(request: Request, **parts: object) -> Request:
     given = {
         name: getattr(request, name) for name in ("num_segments", "groups", "candidates", "fixed", "options", "phase")
     }
-    return Request.build(**(given | parts))  # type: ignore[arg-type]
+    return Request.build(**(given | parts))  # type: ignore[arg-type]  # callers name its parameters
 
 
 def _swap_parameters(request: Request) -> Request:
@@ -147,15 +147,15 @@ def _swap_parameters(request: Request) -> Request:
 
 
 def _fixed(**fields: object) -> Callable[[Request], Request]:
-    return lambda request: rebuilt(request, fixed=[replace(request.fixed[0], **fields), *request.fixed[1:]])  # type: ignore[arg-type]
+    return lambda request: rebuilt(request, fixed=[replace(request.fixed[0], **fields), *request.fixed[1:]])  # type: ignore[arg-type]  # callers name fields of the class
 
 
 def _group(**fields: object) -> Callable[[Request], Request]:
-    return lambda request: rebuilt(request, groups=[replace(request.groups[0], **fields), *request.groups[1:]])  # type: ignore[arg-type]
+    return lambda request: rebuilt(request, groups=[replace(request.groups[0], **fields), *request.groups[1:]])  # type: ignore[arg-type]  # callers name fields of the class
 
 
 def _options(**fields: object) -> Callable[[Request], Request]:
-    return lambda request: request.with_options(replace(request.options, **fields))  # type: ignore[arg-type]
+    return lambda request: request.with_options(replace(request.options, **fields))  # type: ignore[arg-type]  # callers name fields of the class
 
 
 def _role(role: str) -> Callable[[Request], Request]:
@@ -227,7 +227,7 @@ def test_every_field_is_part_of_the_signature() -> None:
     def differing(kind: type, pick: Callable[[Request], object]) -> set[str]:
         found: set[str] = set()
         for change in CHANGES.values():
-            rows = zip(pick(base), pick(change(base)), strict=True)  # type: ignore[call-overload]
+            rows = zip(pick(base), pick(change(base)), strict=True)  # type: ignore[call-overload]  # each pick is a list of records
             found |= {name for a, b in rows for name in kind.__slots__ if getattr(a, name) != getattr(b, name)}
         return found
 

@@ -109,8 +109,8 @@ def _live(schedule: Schedule, rank: int, gm: Any, roles: dict[str, str]) -> dict
                 groups={"fsdp": tuple(range(world))},
                 job="chaos",
                 options=options,
-                mode=schedule.mode,  # type: ignore[arg-type]
-                on_unavailable=schedule.on_unavailable,  # type: ignore[arg-type]
+                mode=schedule.mode,  # type: ignore[arg-type]  # a str from JSON
+                on_unavailable=schedule.on_unavailable,  # type: ignore[arg-type]  # a str from JSON
                 deadline_s=4.0,
                 server_s=2.0,
                 grace_s=1.0,
@@ -141,9 +141,9 @@ def _live(schedule: Schedule, rank: int, gm: Any, roles: dict[str, str]) -> dict
 def _replace_store(kind: type[store_module.JobStore]) -> None:
     from bucketplan_client import opening, passes
 
-    store_module.JobStore = kind  # type: ignore[misc]
-    opening.JobStore = kind  # type: ignore[misc]
-    passes.JobStore = kind  # type: ignore[misc]
+    store_module.JobStore = kind  # type: ignore[misc]  # a store with faults in its place
+    opening.JobStore = kind  # type: ignore[misc]  # a store with faults in its place
+    passes.JobStore = kind  # type: ignore[misc]  # a store with faults in its place
 
 
 def _prepare() -> tuple[Any, Any, Any]:

@@ -182,7 +182,7 @@ class TestOpening:
                         hello=hello,
                         nonce="n",
                         defaults=DEFAULTS,
-                        mode=mode,  # type: ignore[arg-type]
+                        mode=mode,  # type: ignore[arg-type]  # a str from the parameters of the test
                     )
                     simulation.start(rank, lambda setup=setup: open_protocol(setup), 0.0)
                 simulation.run()

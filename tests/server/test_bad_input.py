@@ -26,7 +26,7 @@ def stored_rows(server: RunningServer) -> dict[str, int]:
 
 def changed(change: Callable[[dict[str, Any]], None], tree: dict[str, Any] | None = None) -> bytes:
     """The MessagePack body of a request whose tree was changed, under the signature of its own bytes."""
-    found: dict[str, Any] = tree if tree is not None else unpack(REQUEST.encoded)  # type: ignore[assignment]
+    found: dict[str, Any] = tree if tree is not None else unpack(REQUEST.encoded)  # type: ignore[assignment]  # a request is a map
     change(found)
     encoded = msgpack.packb(dict(sorted(found.items())))
     return pack({"profile": None, "request": encoded, "signature": digest_of(encoded)})

@@ -395,10 +395,10 @@ def _to_gap(decision: Decision, source: int, gap: int, *, first: bool = False) -
 
 
 def _with_bucket(decision: Decision, index: int, **fields: object) -> Decision:
-    changed: Bucket = replace(decision.buckets[index], **fields)  # type: ignore[arg-type]
+    changed: Bucket = replace(decision.buckets[index], **fields)  # type: ignore[arg-type]  # callers name fields of the class
     return replace(decision, buckets=(*decision.buckets[:index], changed, *decision.buckets[index + 1 :]))
 
 
 def _with_step(decision: Decision, at: int, **fields: object) -> Decision:
-    changed: Step = replace(decision.steps[at], **fields)  # type: ignore[arg-type]
+    changed: Step = replace(decision.steps[at], **fields)  # type: ignore[arg-type]  # callers name fields of the class
     return replace(decision, steps=(*decision.steps[:at], changed, *decision.steps[at + 1 :]))

@@ -282,7 +282,7 @@ def _insert_a_node(module: fx.GraphModule) -> None:
     launch = _first_launch(module)
     with module.graph.inserting_before(launch):
         source = module.graph.call_function(aten.neg.default, (launch.args[0],))
-    launch.replace_input_with(launch.args[0], source)  # type: ignore[arg-type]
+    launch.replace_input_with(launch.args[0], source)  # type: ignore[arg-type]  # a launch's first input is a node
 
 
 def _change_an_argument(module: fx.GraphModule) -> None:

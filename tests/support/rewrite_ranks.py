@@ -89,7 +89,7 @@ def compare(
         relative.append(float(far / scale) if far else 0.0)
         dtypes.append(str(before.dtype))
         errors.append(tuple(float((x.double() - reference.double()).square().sum()) for x in (after, before)))
-    return Comparison(tuple(equal), tuple(relative), tuple(errors), tuple(dtypes))  # type: ignore[arg-type]
+    return Comparison(tuple(equal), tuple(relative), tuple(errors), tuple(dtypes))  # type: ignore[arg-type]  # each holds two floats
 
 
 def _in_float64(module: fx.GraphModule) -> fx.GraphModule:

@@ -205,7 +205,7 @@ def _save(tab: Page, path: Path, *, height: int, start: Any = None) -> Path:
     full = tab.evaluate("document.documentElement.scrollHeight")
     width = tab.evaluate("document.documentElement.clientWidth")
     clip = {"x": 0, "y": top, "width": width, "height": min(height, full - top)}
-    with Image.open(io.BytesIO(tab.screenshot(full_page=True, clip=clip))) as taken:  # type: ignore[arg-type]
+    with Image.open(io.BytesIO(tab.screenshot(full_page=True, clip=clip))) as taken:  # type: ignore[arg-type]  # a dict with the keys of FloatRect
         few = taken.convert("RGB").quantize(_COLOURS, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
         few.save(path, optimize=True)
     size = path.stat().st_size
