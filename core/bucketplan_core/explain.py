@@ -28,7 +28,7 @@ __all__ = ["explain"]
 _NEARLY_PERMILLE = 990
 """A budget counts as limiting from this share of it on."""
 _MOST_SIMULATED = 64
-"""Mergers that are simulated, those at the longest stalls: each takes as long as simulating the plan."""
+"""Mergers that are simulated, those at the longest stalls first: each takes as long as simulating the plan."""
 _LAUNCH, _WAIT = int(StepOp.LAUNCH), int(StepOp.WAIT)
 
 
@@ -50,11 +50,12 @@ def explain(
         raise PlanningError("hardware", None, f"{FALLBACK}; without figures there are no costs to explain it by")
     cost = CostModel.build(request, profile)
     found = simulate(cost, decision)
-    mergers = _Mergers(cost, decision, found)
+    views = _views(request, decision)
+    mergers = _Mergers(cost, decision, found, views)
     bound = lower_bound_ns(cost)
     budget = memory_budget_bytes if memory_budget_bytes is not None else request.options.memory_budget_bytes
     return {
-        "buckets": [_bucket(mergers, view) for view in _views(request, decision) if only is None or view.index in only],
+        "buckets": [_bucket(mergers, view) for view in views if only is None or view.index in only],
         "limits": _limits(cost, decision, found, budget),
         "step": simulated_figures(found) | {"bound_ns": bound, "gap_ppm": gap_ppm(found.step_ns, bound)},
     }
@@ -138,13 +139,16 @@ class _Merge:
 class _Mergers:
     """What merging neighbours of one decision would change."""
 
-    def __init__(self, cost: CostModel, decision: Decision, found: Simulation) -> None:
+    def __init__(self, cost: CostModel, decision: Decision, found: Simulation, views: Sequence[_View]) -> None:
         self.cost, self.decision, self.found = cost, decision, found
         self._stalls = _stalls_behind(cost, decision, found)
         self._steps = [(step.gap, int(step.op), step.target) for step in decision.steps]
         self._positions = {(op, target): number for number, (_, op, target) in enumerate(self._steps)}
         self._simulated: dict[tuple[int, int], int | None] = {}
-        self._worth = sorted(set(self._stalls.values()), reverse=True)[:_MOST_SIMULATED][-1:]
+        merges = [self.merge(view.index, view.following) for view in views]
+        free = [merge for merge in merges if merge is not None and merge.blocked is None]
+        free.sort(key=lambda merge: (-merge.stalls_for_ns, merge.pair))
+        self._worth = {merge.pair for merge in free[:_MOST_SIMULATED]}
 
     def merge(self, first: int | None, second: int | None) -> _Merge | None:
         if first is None or second is None:
@@ -191,35 +195,27 @@ class _Mergers:
 
     def _verdict(self, merge: _Merge, changed: int | None) -> str:
         saved, added = merge.saved_ns, merge.added_ns
-        if changed is not None and changed > 0:
-            return (
-                f"merged with its neighbour the simulated step would be {changed} ns longer: one launch and one wait "
-                f"for both leave less to hide behind than the {saved} ns of stream time saved, and packing costs "
-                f"{max(added, 0)} ns"
-            )
-        if changed is not None and changed < 0:
-            return f"merged with its neighbour the simulated step would be {-changed} ns shorter, memory not considered"
-        if changed is not None:
-            return "merged with its neighbour the simulated step would be as long"
-        if not merge.stalls_for_ns:
-            hidden = "its communication is hidden and holds up nothing behind it on its stream"
-            if added <= 0:
-                return f"{hidden}, so merging gains nothing that shows"
-            return f"{hidden}, so the {saved} ns of stream time saved would not show, the {added} ns of packing would"
-        if added >= saved:
-            return f"packing would cost {added} ns of compute and save only {saved} ns of the stream"
-        return (
-            f"merging would save {saved} ns of the stream for {added} ns of packing, but move the launch to the later "
-            "of both or the wait to the earlier; it was not simulated here, the stalls of others are longer"
+        figures = f"{saved} ns of stream time saved, " + (
+            f"{added} ns of launch and packing added" if added >= 0 else f"{-added} ns of launch and packing saved"
         )
+        if changed is None:
+            verdict = f"merged with its neighbour: {figures}; what that does to the step was not simulated here"
+        elif changed > 0:
+            verdict = f"merged with its neighbour the simulated step would be {changed} ns longer: {figures}"
+        elif changed < 0:
+            shorter = f"merged with its neighbour the simulated step would be {-changed} ns shorter"
+            verdict = f"{shorter}, memory not considered: {figures}"
+        else:
+            verdict = f"merged with its neighbour the simulated step would be as long: {figures}"
+        if merge.stalls_for_ns:
+            return verdict
+        return f"its communication is hidden and holds up nothing behind it on its stream; {verdict}"
 
     def _changed_ns(self, merge: _Merge) -> int | None:
         """How much longer the simulated step is with the two merged where they stand; None where that was not run."""
-        if merge.blocked is not None or not merge.stalls_for_ns:
+        if merge.pair not in self._worth:
             return None
-        if not self._worth or merge.stalls_for_ns < self._worth[0] or merge.added_ns >= merge.saved_ns:
-            return None
-        if merge.pair not in self._simulated and len(self._simulated) < _MOST_SIMULATED:
+        if merge.pair not in self._simulated:
             self._simulated[merge.pair] = self._simulate(*merge.pair)
         return self._simulated.get(merge.pair)
 

@@ -64,6 +64,25 @@ def test_one_size_is_refused_and_flat_times_are_latency_only():
     assert fit.predict_ns(1 << 30) - 50_000 in (0, 1)  # a whole nanosecond for the bytes, however fast
 
 
+def test_times_that_no_envelope_follows_and_times_of_zero_are_warned_of():
+    def warnings(times):
+        return fit_collective("all_gather", 8, [Sample(size, time) for size, time in times]).warnings
+
+    [convex] = warnings([(2**k, 4**k) for k in range(1, 12)])
+    assert "rise ever slower" in convex
+    [zero] = warnings([(1_000, 0), (2_000, 0)])
+    assert "every measured time is 0" in zero
+    assert warnings([(size, 20_000 + size // 100) for size in SIZES]) == []
+    assert warnings([(size, min(5_000 + size // 2, 60_000 + size // 20)) for size in SIZES]) == []
+
+
+def test_a_latency_that_no_profile_holds_is_named():
+    with pytest.raises(
+        ValueError, match=r"all_gather: a latency of \d+ ns was fitted, a profile holds at most 2\*\*50"
+    ):
+        fit_collective("all_gather", 8, [Sample(2**50, 2**60), Sample(2**53, 2**62)])
+
+
 @given(st.floats(0, 1e15))
 def test_figures_keep_two_digits(value):
     rounded = round_figure(value)

@@ -19,6 +19,7 @@ from bucketplan_core.planners.auto_place import ORIGINAL, Workbench, backward_ga
 from bucketplan_core.planning import make_plan
 from bucketplan_core.presets import GroupShape, preset_fits, preset_names
 from bucketplan_core.request import Request
+from bucketplan_core.schedule import Placement, Unschedulable, decide
 from bucketplan_core.simulate import simulate
 from tests.benchmarks.bench_planner import CAPS_MB, auto_options, rules
 from tests.core.planner_cases import KINDS, brute_force, build, candidate, hardware, random_hardware, random_lane
@@ -61,19 +62,34 @@ def random_case(rng, *, most=6, **options):
     )  # fmt: skip
 
 
+def even_streams(seed):
+    """As many gathers as reductions, some of them six a lane."""
+    rng = random.Random(seed)
+    segments = rng.randrange(2, 8)
+    count = rng.randrange(2, 7 if seed % 4 == 0 else 5)
+    lanes = [c for kind in (BG, RS) for c in random_lane(rng, kind, count, segments)]
+    scale = rng.choice([20, 200, 2_000])
+    return build(lanes, [rng.randrange(scale) for _ in range(segments)], hw=random_hardware(rng))
+
+
+def uneven_streams(seed):
+    """Lanes of different lengths, and segments of no, little and much compute side by side."""
+    rng = random.Random(seed)
+    segments = rng.randint(2, 7)
+    hw = random_hardware(rng, slowdown_permille=0)
+    gathers = random_lane(rng, BG, rng.randint(2, 4), segments)
+    lanes = gathers + random_lane(rng, RS, rng.randint(2, 4), segments)
+    return build(lanes, [rng.choice([0, rng.randrange(50), rng.randrange(800)]) for _ in range(segments)], hw=hw)
+
+
 @pytest.mark.soak
 def test_shared_stream_backward_stays_within_two_percent_of_brute_force():
     """Gathers and reductions of the backward pass on one stream; brute force is all contiguous partitions, one
     ahead.
     """
     gaps = []
-    for seed in seeds("shared streams", test=12, soak=300):
-        rng = random.Random(seed)
-        segments = rng.randrange(2, 8)
-        count = rng.randrange(2, 7 if seed % 4 == 0 else 5)
-        lanes = [c for kind in (BG, RS) for c in random_lane(rng, kind, count, segments)]
-        scale = rng.choice([20, 200, 2_000])
-        request, profile = build(lanes, [rng.randrange(scale) for _ in range(segments)], hw=random_hardware(rng))
+    for seed in (496981149, *seeds("shared streams", test=12, soak=500)):  # the first needs two regroupings at once
+        request, profile = uneven_streams(seed) if seed % 2 else even_streams(seed)
         best = min(brute_force(request, profile))[0]
         _, found = figures(request, profile)
         gaps.append((found.step_ns - best) * 10_000 // max(best, 1))
@@ -137,6 +153,105 @@ def test_the_least_memory_may_be_that_of_a_late_reduction():
         figures(least, profile)
     named = int(str(refused.value).split("is ")[-1].split()[0])
     assert named == 383 * 2 + 383, "behind both segments, whose activations are gone"
+    _, found = figures(request.with_options(replace(request.options, memory_budget_bytes=named)), profile)
+    assert found.peak_bytes == named
+
+
+@pytest.mark.soak
+def test_no_random_legal_plan_beats_auto_by_more_than_a_hundredth():
+    """Narrow windows and fixed collectives, where the order inside a gap decides; plans over the budget do not count.
+
+    One nanosecond more is let through: small steps hold rounding that no share covers.
+    """
+    compared = 0
+    for seed in seeds("random plans", test=15, soak=400):
+        rng = random.Random(seed)
+        request, profile = narrow_case(rng)
+        _, found = figures(request, profile)
+        cost = CostModel.build(request, profile)
+        budget = default_budget_bytes(cost)
+        for _ in range(100):
+            decision = random_decision(rng, request)
+            if decision is None:
+                continue
+            compared += 1
+            other = simulate(cost, decision)
+            if other.peak_bytes <= budget:
+                assert found.step_ns * 100 <= (other.step_ns + 1) * 101, seed
+    assert compared > 0
+
+
+def test_a_launch_goes_behind_a_fixed_one_where_that_is_faster():
+    # Both are on one stream; what is waited for at once must not queue behind what is waited for at the end.
+    lane = [candidate(RS, 900, 1, 2) | {"latest_launch": 1}]
+    fixed = [{"kind": "all_to_all", "group": "g", "launch": 1}]
+    request, profile = build(lane, [10, 2_000], fixed=fixed, fixed_bytes=[200])
+    plan, found = figures(request, profile)
+    assert [step.op for step in plan.decision.steps][:2] == [StepOp.FIXED_LAUNCH, StepOp.LAUNCH]
+    assert found.step_ns == 10 + 400 + 2_000
+
+
+def narrow_case(rng):
+    segments = rng.randint(1, 6)
+    hw = random_hardware(rng, groups=("g", "h"))
+    lanes = random_lane(rng, AG, rng.randint(1, 4), segments)
+    lanes += random_lane(rng, RS, rng.randint(1, 4), segments, group=rng.choice("gh"))
+    for c in lanes:
+        if rng.random() < 0.3:
+            c["earliest_launch"] = c["latest_launch"] = c["launch"]
+        elif rng.random() < 0.3:
+            c["latest_launch"] = rng.randint(c["launch"], c["latest_launch"])
+    fixed = sorted(
+        (
+            {
+                "kind": rng.choice(["all_to_all", "all_reduce"]),
+                "group": rng.choice("gh"),
+                "launch": rng.randint(0, segments),
+            }
+            for _ in range(rng.randint(1, 3))
+        ),
+        key=lambda f: f["launch"],
+    )
+    return build(
+        lanes, [rng.choice([0, rng.randrange(50), rng.randrange(800)]) for _ in range(segments)], hw=hw, fixed=fixed,
+        fixed_bytes=[rng.randrange(800) for _ in fixed], groups=("g", "h"),
+    )  # fmt: skip
+
+
+def random_decision(rng, request):
+    """Random runs of each lane at random gaps, in random order inside gaps; None where that is not legal."""
+    placements = []
+    orders = [order for f in request.fixed for order in (f.launch_order, f.wait_order)]
+    for lane in request.lanes:
+        groups = [[lane.members[0]]]
+        for member in lane.members[1:]:
+            if rng.random() < 0.5:
+                groups.append([])
+            groups[-1].append(member)
+        for group in groups:
+            members = [request.candidates[m] for m in group]
+            opens = max(c.earliest_launch for c in members)
+            due = min(c.latest_wait for c in members)
+            closes = min(due, *(c.latest_launch for c in members))
+            if opens > closes:
+                return None
+            launch = rng.choice([opens, closes, rng.randint(opens, closes)])
+            wait = rng.choice([due, rng.randint(launch, due)])
+            first, last = sorted((rng.randint(-1, max(orders) + 1), rng.randint(-1, max(orders) + 1)))
+            placements.append(Placement(tuple(group), launch, wait, first, last))
+    try:
+        return decide(request, request.options.planner, placements)
+    except Unschedulable:
+        return None
+
+
+def test_the_least_peak_waits_for_one_gather_before_it_launches_the_next():
+    # Launched together both hold their shards; one behind the other only one does.
+    request, profile = build([candidate(AG, 500, 0, 0), candidate(AG, 300, 0, 0)], [])
+    with pytest.raises(PlanningError) as refused:
+        figures(request.with_options(replace(request.options, memory_budget_bytes=0)), profile)
+    named = int(str(refused.value).split("is ")[-1].split()[0])
+    assert named == 1_000 + 300 + 600, "the larger first"
     _, found = figures(request.with_options(replace(request.options, memory_budget_bytes=named)), profile)
     assert found.peak_bytes == named
 

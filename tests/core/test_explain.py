@@ -2,6 +2,8 @@
 
 import json
 import random
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -10,6 +12,7 @@ from bucketplan_core.bound import lower_bound_ns
 from bucketplan_core.cost import CostModel
 from bucketplan_core.errors import PlanningError
 from bucketplan_core.explain import explain
+from bucketplan_core.plan import StepOp
 from bucketplan_core.planning import make_plan
 from bucketplan_core.schedule import decide, place_scheduled
 from bucketplan_core.simulate import simulate
@@ -71,7 +74,75 @@ def test_what_waits_in_a_busy_stream_is_not_called_hidden():
     first, second = explain(request, profile, alone)["buckets"]
     assert second["exposed_ns"] > 0
     assert "hidden" not in first["alone"]
-    assert "packing would cost" in first["alone"]
+    assert "ns of launch and packing added" in first["alone"]
+
+
+def _merged_step(request, cost, decision, one, two):
+    """The least step of `decision` with these buckets made one by hand, launched at either place, waited for first."""
+    least = None
+    wait = min(n for n, s in enumerate(decision.steps) if s.op is StepOp.WAIT and s.target in (one, two))
+    members = (*decision.buckets[one].members, *decision.buckets[two].members)
+    opens = max(request.candidates[m].earliest_launch for m in members)
+    places = [n for n, s in enumerate(decision.steps) if s.op is StepOp.LAUNCH and s.target in (one, two)]
+    for place in {min(n, wait) for n in places}:
+        if decision.steps[place].gap < opens:
+            continue
+        steps = []
+        for number, step in enumerate(decision.steps):
+            if number == place:
+                steps.append(replace(step, op=StepOp.LAUNCH, target=one))
+            if number == wait:
+                steps.append(replace(step, op=StepOp.WAIT, target=one))
+            if step.op > StepOp.WAIT or step.target not in (one, two):
+                steps.append(step)
+        kept = [bucket for index, bucket in enumerate(decision.buckets) if index != two]
+        number_of = {old: new for new, old in enumerate(i for i in range(len(decision.buckets)) if i != two)}
+        kept[number_of[one]] = replace(decision.buckets[one], members=members, rewrite="")
+        steps = [s if s.op > StepOp.WAIT else replace(s, target=number_of[s.target]) for s in steps]
+        found = simulate(cost, replace(decision, buckets=tuple(kept), steps=tuple(steps))).step_ns
+        least = found if least is None else min(least, found)
+    return least
+
+
+def test_every_neighbour_cost_is_the_simulators():
+    """Each claimed change of the step, each ns saved and added, from decisions made anew and their simulations."""
+    seen = {"longer": 0, "shorter": 0, "as long": 0, "saved": 0}
+    for seed in range(60):
+        rng = random.Random(seed)
+        segments = rng.randrange(2, 7)
+        lanes = random_lane(rng, rng.choice(KINDS), rng.randrange(2, 6), segments)
+        hw = random_hardware(rng, launch_ns=rng.choice([0, 10, 40]))
+        request, profile = build(lanes, [rng.choice([0, rng.randrange(800)]) for _ in range(segments)], hw=hw)
+        cost = CostModel.build(request, profile)
+        alone = [(m,) for lane in request.lanes for m in lane.members]
+        for decision in (
+            make_plan(request, profile).decision,
+            decide(request, "none/1", place_scheduled(request, alone)),
+        ):
+            before = simulate(cost, decision).step_ns
+            order = sorted(range(len(decision.buckets)), key=lambda i: min(decision.buckets[i].members))
+            following = dict(pairwise(order))
+            for index, bucket in enumerate(explain(request, profile, decision)["buckets"]):
+                closed = bucket["closed"]
+                if "step_changed_ns" not in closed:
+                    continue
+                other = following[index]
+                one, two = decision.buckets[index].members, decision.buckets[other].members
+                apart, both = [cost.bucket(one), cost.bucket(two)], cost.bucket((*one, *two))
+                assert closed["stream_saved_ns"] == sum(c.comm_ns for c in apart) - both.comm_ns
+                added = both.launch_ns + both.wait_ns - sum(c.launch_ns + c.wait_ns for c in apart)
+                assert closed["compute_added_ns"] == added
+                changed = _merged_step(request, cost, decision, index, other) - before
+                assert closed["step_changed_ns"] == changed, seed
+                word = "longer" if changed > 0 else "shorter" if changed < 0 else "as long"
+                assert word in closed["because"]
+                assert not changed or f"{abs(changed)} ns {word}" in closed["because"]
+                assert (
+                    f"{abs(added)} ns of launch and packing {'added' if added >= 0 else 'saved'}" in closed["because"]
+                )
+                seen[word] += 1
+                seen["saved"] += added < 0
+    assert all(seen.values()), seen
 
 
 def test_what_limits_the_step_is_one_sentence_with_its_figures():

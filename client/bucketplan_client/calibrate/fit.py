@@ -22,6 +22,9 @@ __all__ = ["FittedOp", "Sample", "fit_collective", "round_figure"]
 _MAX_LINES = 3
 _WORTH = 0.8
 _MAX_RATE = 2**50
+_MAX_ALPHA_NS = 2**50
+_CONVEX = 1.5
+"""From this ratio of slopes on, between the larger half of the sizes and the smaller, times are called convex."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,23 @@ class FittedOp:
     fitted: tuple[tuple[Sample, float], ...]
     held_out: tuple[tuple[Sample, float], ...]
 
+    @property
+    def warnings(self) -> list[str]:
+        """What makes the fit doubtful: times of zero, or that grow faster than sizes, which no envelope follows."""
+        samples = [sample for sample, _ in self.fitted]
+        if all(sample.time_ns == 0 for sample in samples):
+            return [f"{self.op}: every measured time is 0; these figures say that it costs nothing"]
+        middle = len(samples) // 2
+        lower = _line([(float(s.full_bytes), s.time_ns) for s in samples[: middle + 1]])
+        upper = _line([(float(s.full_bytes), s.time_ns) for s in samples[middle:]])
+        if lower is not None and upper is not None and upper[1] > _CONVEX * lower[1] > 0:
+            ratio = upper[1] / lower[1]
+            text = (
+                f"{self.op}: a byte of large messages costs {ratio:.1f} times one of small ones; the model holds only"
+            )
+            return [f"{text} times that rise ever slower, so the figures fit neither: see the residuals"]
+        return []
+
     def predict_ns(self, full_bytes: int) -> int:
         return CollectiveModel.of(self.op, self.group_size, self.protocols).time_ns(full_bytes)
 
@@ -49,7 +69,8 @@ class FittedOp:
 def fit_collective(op: str, group_size: int, samples: Sequence[Sample], held_out: Sequence[Sample] = ()) -> FittedOp:
     """Fit `samples` and report the errors on them and on `held_out`, sizes that the fit has not seen.
 
-    Raises `ValueError` for fewer than two sizes, and for a group of one rank, which sends nothing.
+    Raises `ValueError` for fewer than two sizes, for a group of one rank, which sends nothing, and for a latency above
+    2**50 ns, which no profile holds.
     """
     if group_size < 2:
         raise ValueError(f"a group of {group_size} rank sends nothing that could be fitted; measure on two or more")
@@ -71,6 +92,9 @@ def fit_collective(op: str, group_size: int, samples: Sequence[Sample], held_out
             best = least
     assert best is not None  # one line through two sizes always exists
     protocols = best[1]
+    for protocol in protocols:
+        if protocol.alpha_ns > _MAX_ALPHA_NS:
+            raise ValueError(f"{op}: a latency of {protocol.alpha_ns} ns was fitted, a profile holds at most 2**50")
     return FittedOp(
         op=op,
         group_size=group_size,

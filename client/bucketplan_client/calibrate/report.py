@@ -45,6 +45,7 @@ def report_lines(profile: MeasuredProfile, fits: Sequence[FittedOp]) -> list[str
             error_line("fitted", [e for _, e in fit.fitted]),
             error_line("not fitted", [e for _, e in fit.held_out]),
         ]
+        lines += [f"warning: {text}" for text in fit.warnings]
         lines += terminal_plot(fit)
     return lines
 

@@ -18,6 +18,7 @@ from bucketplan_core.cost import CostModel
 from bucketplan_core.errors import PlanningError
 from bucketplan_core.planners.auto_groups import block_of
 from bucketplan_core.planners.auto_place import ORIGINAL, Ahead, Trial, Workbench
+from bucketplan_core.planners.auto_polish import polish
 from bucketplan_core.planners.auto_search import Search
 from bucketplan_core.planners.base import Proposal
 from bucketplan_core.planners.simple import SizePlanner
@@ -29,6 +30,8 @@ __all__ = ["FALLBACK", "AutoPlanner", "default_budget_bytes"]
 
 FALLBACK = "hardware is unknown: planned as size/1 at the caps given; name a preset or measure one"
 """What a plan says that `auto` made without figures."""
+_LEAN_BUDGET = 20_000
+"""Simulated steps that the search for the least peak may take from each of its starts."""
 _GIB = 2**30
 
 
@@ -90,13 +93,16 @@ class AutoPlanner:
         plans = [search.as_traced]
         if request.options.placement != "original":
             plans += [unbounded.lean(), unbounded.lean(reduce_late=True), unbounded.evaluate(alone, Ahead(0))]
-        least = min((plan for plan in plans if plan is not None), key=lambda plan: (plan.peak_bytes, plan.rank))
+        found = [plan for plan in plans if plan is not None]
+        if request.options.placement != "original":
+            found += [polish(unbounded, plan, _LEAN_BUDGET, least_memory=True) for plan in list(found)]
+        least = min(found, key=lambda plan: (plan.peak_bytes, plan.rank))
         if least.peak_bytes > bench.budget_bytes:
             raise PlanningError(
                 "memory_budget_bytes",
                 bench.budget_bytes,
-                "no plan was found within it; the least peak found, every candidate alone, is "
-                f"{least.peak_bytes} bytes",
+                "no plan was found within it, and none whose peak is below that of the leanest found, from one-member "
+                f"buckets at their latest launch on, which is {least.peak_bytes} bytes",
             )
         return least
 

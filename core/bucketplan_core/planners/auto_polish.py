@@ -23,6 +23,8 @@ _FEW_BUCKETS = 12
 """Lanes of up to this many buckets are merged in all pairs, not only neighbours."""
 _KICKS = 8
 """Worse regroupings of a plan at rest that are descended from."""
+_MOST_STEPS = 400
+"""Longer plans have more neighbours than any budget of this search could look at."""
 _LEAST_KEY = -(2**60)
 
 Step = tuple[int, int, int]
@@ -53,6 +55,8 @@ class _Descent:
 
     def run(self, start: Trial) -> Trial:
         """Descend from `start`, then from the regroupings of the best plan so far, the most promising first."""
+        if 2 * len(start.buckets) + len(self._bench.request.fixed) > _MOST_STEPS:
+            return start
         best = self._descend(start)
         while True:
             kicks = self._kicks(best)
@@ -147,6 +151,7 @@ class _Descent:
 
     def _respects_edges(self, state: _State) -> bool:
         request = self._bench.request
+        self._bench.spent += len(state.steps)
         waited: set[int] = set()
         num = len(request.candidates)
         for _, op, target in state.steps:
@@ -175,6 +180,8 @@ class _Descent:
             last = self._waited_last(state, index, at)
             if last is not None:
                 yield from self._moved(last, _LAUNCH, index, _positions(last))
+            if self._least_memory:
+                yield from self._together(state, index)
 
     def _regrouped(self, state: _State, best: Trial) -> Iterator[_State]:
         """Buckets split, merged and changed by one member, those of the longest stalls first."""
@@ -228,6 +235,18 @@ class _Descent:
         rest = (*steps[:here], *steps[here + 1 :])
         place = next((number for number, step in enumerate(rest) if step[0] > due), len(rest))
         return None if place == here else _State(state.buckets, (*rest[:place], (due, _WAIT, index), *rest[place:]))
+
+    def _together(self, state: _State, index: int) -> Iterator[_State]:
+        """A launch with its wait right behind it, at every place that their windows leave them."""
+        bucket = state.buckets[index]
+        rest = tuple(step for step in state.steps if step[1] > _WAIT or step[2] != index)
+        for place in range(len(rest) + 1):
+            least = max(bucket.earliest, rest[place - 1][0] if place else 0)
+            most = min(bucket.latest_launch, rest[place][0] if place < len(rest) else self._bench.request.num_segments)
+            if least <= most:
+                for gap in dict.fromkeys((least, most)):
+                    pair = ((gap, _LAUNCH, index), (gap, _WAIT, index))
+                    yield _State(state.buckets, (*rest[:place], *pair, *rest[place:]))
 
     def _gaps(self, op: int, least: int, most: int) -> tuple[int, ...]:
         """Launches early and waits late are best for time, both ends may be for memory."""
