@@ -188,7 +188,7 @@ def test_a_launch_goes_behind_a_fixed_one_where_that_is_faster():
     request, profile = build(lane, [10, 2_000], fixed=fixed, fixed_bytes=[200])
     plan, found = figures(request, profile)
     assert [step.op for step in plan.decision.steps][:2] == [StepOp.FIXED_LAUNCH, StepOp.LAUNCH]
-    assert found.step_ns == 10 + 400 + 2_000
+    assert found.step_ns == 10 + 300 + 2_000
 
 
 def narrow_case(rng):
