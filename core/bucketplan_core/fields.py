@@ -8,6 +8,8 @@ of it accepts, and only an array that fails is read entry by entry, for the path
 from __future__ import annotations
 
 import re
+import sys
+from array import array
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from typing import TypeVar, cast
@@ -27,6 +29,7 @@ _TEXTS = frozenset({str})
 _FLAGS = frozenset({bool})
 _LISTS = frozenset({list})
 _NONE = type(None)
+_TOP_BYTE = 7 if sys.byteorder == "little" else 0
 
 T = TypeVar("T")
 
@@ -210,6 +213,13 @@ class Fields:
 
 
 def _all_between(values: list[int], low: int, high: int) -> bool:
+    if low == 0 and high == MAX_INT:
+        # A third of the time of min and max: the array takes 0 to 2**64-1, and the top byte of each says whether the
+        # sign bit of 64 bits stays free.
+        try:
+            return array("Q", values).tobytes()[_TOP_BYTE::8].isascii()
+        except OverflowError:
+            return False
     return not values or (low <= min(values) and max(values) <= high)
 
 
@@ -224,9 +234,10 @@ def _flattened(values: list[WireValue], limit: int) -> list[WireValue] | None:
     if not set(map(type, values)) <= _LISTS:
         return None
     lists = cast("list[list[WireValue]]", values)
-    if lists and max(map(len, lists)) > limit:
+    inner = list(chain.from_iterable(lists))
+    if len(inner) > limit and max(map(len, lists)) > limit:
         return None
-    return list(chain.from_iterable(lists))
+    return inner
 
 
 def _int(value: WireValue, path: str, low: int, high: int) -> int:

@@ -120,6 +120,11 @@ D = "decision"
         (changed("steps.op.0", 4), f"{D}.steps.op[0]", "must be between 0 and 3"),
         (changed("steps.op.0", True), f"{D}.steps.op[0]", "must be an integer"),
         (changed("steps.gap.2", "0"), f"{D}.steps.gap[2]", "must be an integer"),
+        (changed("steps.gap.2", -1), f"{D}.steps.gap[2]", "must be between"),
+        (changed("steps.gap.2", True), f"{D}.steps.gap[2]", "must be an integer"),
+        (changed("steps.target.0", 2**63), f"{D}.steps.target[0]", "integer outside"),
+        (changed("steps.target.0", 2**64 - 1), f"{D}.steps.target[0]", "integer outside"),
+        (changed("buckets.members.1.0", 2**63), f"{D}.buckets.members[1][0]", "integer outside"),
         (changed("steps.target", []), f"{D}.steps.target", "entries"),
     ],
 )
