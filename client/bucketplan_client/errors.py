@@ -201,6 +201,7 @@ _REMEDIES = {
     "unknown-signature": "Post the request first, or check the signature for a typing error",
     "unknown-attempt": "Check job and attempt number; `bucketplan job` lists the attempts of a job",
     "store-unavailable": "Look at the server's database and disk; known plans are still served",
+    "store-damaged": "Stop the server, run `bucketplan-server verify` on its database, and restore a backup",
     "busy": "Try again later, or give the server more capacity",
     "conflict": "Read the current state again and repeat the call on it",
 }

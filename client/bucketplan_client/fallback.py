@@ -46,7 +46,9 @@ _LOG = logging.getLogger(__name__)
 DEFAULT_DEADLINE_S = 60.0
 _SERVER_PAUSE_S = 30.0
 """How long a server that did not answer is left alone: an outage costs one deadline, not one for each graph."""
-_GO_ON_WITHOUT = frozenset({"busy", "store-unavailable", "unknown-epoch", "planner-failed", "internal"})
+_GO_ON_WITHOUT = frozenset(
+    {"busy", "store-unavailable", "store-damaged", "unknown-epoch", "planner-failed", "internal"}
+)
 _GO_ON_STATUS = frozenset({429, 500, 502, 503, 504})
 
 

@@ -49,8 +49,8 @@ Source = Literal["server", "cache", "local"]
 _MAX_ROLES = 1_000
 _VERSIONS = ("capture", "rewriter", "schema")
 _OUTCOME, _DRAFT, _ANSWER = "outcome", "draft", "answer"
-_PASSING_PROBLEMS = frozenset({"busy", "store-unavailable", "internal", "planner-failed"})
-"""Problems that say "not now"; any other refusal is a mistake in the configuration, which no fallback should hide."""
+_PASSING_PROBLEMS = frozenset({"busy", "store-unavailable", "store-damaged", "internal", "planner-failed"})
+"""Problems of the server itself; any other refusal is a mistake in the configuration, which no fallback should hide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,6 +57,8 @@ _BACKOFF_FIRST_S = 0.1
 _BACKOFF_MOST_S = 5.0
 _MAX_DAMAGED_REQUESTS = 3
 """Tries after which a 400 or 422 for bytes that we know to be canonical is the server's word, not the network's."""
+_ONLY_AN_OPERATOR_MENDS = "store-damaged"
+"""The one 503 that another try does not cure, whatever the deadline."""
 
 _SHOWN_BYTES = 60
 """How much of a body that no planning server sent is quoted; enough to know a login page."""
@@ -386,6 +388,8 @@ class PlanClient:
                 _final(DeadlineExceeded, "the server is still planning", call.where),
                 retry_after_s=_retry_after_s(answer.headers, 1.0),
             )
+        if problem.slug == _ONLY_AN_OPERATOR_MENDS:
+            return ServerRefused(problem, num_tries=call.num_tries, where=call.where)
         if status in (429, 502, 503, 504):
             return _Again(
                 lambda num_tries, _: ServerRefused(problem, num_tries=num_tries, where=call.where),

@@ -57,6 +57,7 @@ _TYPES = (
     ProblemType("busy", 503, "The server has more to do than it may queue"),
     ProblemType("planner-failed", 503, "The planning process ended before it had a plan"),
     ProblemType("store-unavailable", 503, "The store cannot be read or written now"),
+    ProblemType("store-damaged", 503, "The store is damaged; only an operator can mend it"),
 )
 
 PROBLEMS: Mapping[str, ProblemType] = {kind.slug: kind for kind in _TYPES}

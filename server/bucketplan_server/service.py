@@ -16,7 +16,7 @@ from bucketplan_server.planner.planned import PlanJob
 from bucketplan_server.planner.pool import PlannerPool
 from bucketplan_server.problems import Problem, refuse
 from bucketplan_server.settings import Settings
-from bucketplan_server.store.engine import Store, StoreError
+from bucketplan_server.store.engine import Store, StoreDamaged, StoreError
 from bucketplan_server.store.events import Cause
 from bucketplan_server.store.jobs import load_epoch
 from bucketplan_server.store.plans import (
@@ -321,8 +321,11 @@ class PlanService:
         )
 
     def store_unavailable(self, error: StoreError) -> Problem:
-        """What a caller is told when the database is away: repeat; known plans in memory are still served."""
+        """What a caller is told when the store fails: repeat, unless it is damaged; known plans are still served."""
         self._log.error("store.failed", detail=str(error))
+        if isinstance(error, StoreDamaged):
+            # Without Retry-After: only an operator can end this.
+            return Problem("store-damaged", f"{error}. Nothing was changed, and repeating the call will not help")
         return Problem(
             "store-unavailable",
             f"the store failed: {error}; nothing was changed. Repeat the call",

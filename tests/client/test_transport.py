@@ -182,6 +182,19 @@ class TestDeadline:
             client_of(handler, deadline_s=0.2).plan(small_request())
         assert caught.value.problem.slug == "busy"
 
+    @pytest.mark.parametrize(("slug", "num_tries"), [("store-damaged", 1), ("store-unavailable", 3)])
+    def test_a_damaged_store_is_asked_once_and_one_that_is_away_again(self, slug, num_tries):
+        plan = make_plan(small_request())
+        answers = [problem(503, slug), problem(503, slug), plan_answer(plan)]
+        handler = iter(answers)
+        client = client_of(lambda _: next(handler))
+        if num_tries == 1:
+            with pytest.raises(ServerRefused, match="restore a backup"):
+                client.known_plan(plan.decision.signature)
+        else:
+            client.known_plan(plan.decision.signature)
+        assert len(answers) - len(list(handler)) == num_tries
+
     def test_retry_after_is_waited_for_before_the_next_try(self):
         plan = make_plan(small_request())
         times: list[float] = []

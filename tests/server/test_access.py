@@ -368,6 +368,19 @@ class TestNamespaces:
             assert "while the call waited" in answer.json()["detail"]
             assert guarded.refusals()[-1]["reason"] == "ended-token"
 
+    def test_a_token_that_ends_while_a_post_waits_for_its_plan_gets_no_answer(self, tmp_path):
+        database = str(tmp_path / "bucketplan.db")
+        secrets = {name: make_token(database, name, "rank") for name in ("leaver", "stays")}
+        settings = load_settings(database=database)
+        started = {"database": database, "refresh_seconds": REFRESH_SECONDS, "planning_seconds": 4.0}
+        with running_server(tmp_path, **started) as server, ThreadPoolExecutor(1) as pool:
+            guarded, body = Guarded(server, secrets), plan_body(small_request(902))
+            waiting = pool.submit(guarded.call, "leaver", "POST", "/v1/plans", content=body, headers=MSGPACK)
+            wait_until(lambda: server.metric("bucketplan_waiters") == 1)
+            cli_tokens.revoke(settings, "leaver", reason="test")
+            assert waiting.result().status_code == 401
+            assert guarded.call("stays", "POST", "/v1/plans", content=body, headers=MSGPACK).status_code == 200
+
     def test_of_two_credentials_none_is_guessed(self, guarded, signature):
         bearers = [("Authorization", f"Bearer {guarded.secrets[name]}") for name in ("rank", "auditor")]
         path = f"/v1/plans/{signature}"

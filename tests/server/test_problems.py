@@ -19,7 +19,7 @@ from bucketplan_server.problems import PROBLEMS
 from bucketplan_server.serve import open_state
 from bucketplan_server.settings import Settings
 from tests.support.documents import MSGPACK, plan_body, small_request
-from tests.support.inprocess import front_of
+from tests.support.inprocess import front_of, in_process
 
 WRONG = pack({"profile": None, "request": small_request(201).encoded, "signature": small_request(202).signature})
 CALLS = {
@@ -120,3 +120,19 @@ def test_a_route_that_raises_is_answered_as_a_problem_on_a_connection_that_goes_
         assert b"r-17" in answer.content
     assert after.status_code == 200
     assert len(set(ports)) == 1
+
+
+def test_a_damaged_store_says_what_to_do_and_asks_for_no_repeat(tmp_path):
+    path = tmp_path / "store.db"
+    with in_process([str(path)]) as servers:
+        assert servers.run(servers.call("GET", "/v1/jobs/any/attempts")).status_code == 200
+        # A new connection, since the old one holds the pages of so small a file.
+        servers.run(servers.states[0].store._engine.dispose())
+        content = path.read_bytes()
+        path.write_bytes(content[:100] + b"\xff" * (len(content) - 100))
+        for address in ("/v1/jobs/any/attempts", "/v1/events", "/readyz"):
+            answer = servers.run(servers.call("GET", address))
+            check_shape(answer, "store-damaged", "json")
+            assert "restore a backup" in answer.json()["detail"]
+            assert "repeating the call will not help" in answer.json()["detail"]
+            assert "retry-after" not in answer.headers

@@ -81,9 +81,13 @@ def body_of(schema: dict[str, Any], description: str) -> dict[str, Any]:
 
 
 def problems(*slugs: str, public: bool = False) -> dict[int | str, dict[str, Any]]:
-    """Responses for these problem types, and those that every call has, grouped by status; `public` needs no token."""
+    """Responses for these problem types, and those that every call has, grouped by status; `public` needs no token.
+
+    A store that can be away can be damaged, so ``store-unavailable`` brings ``store-damaged`` with it.
+    """
     grouped: dict[int, list[str]] = {}
-    for slug in (*slugs, *(() if public else ("unauthorized", "forbidden")), "internal"):
+    damaged = ("store-damaged",) if "store-unavailable" in slugs else ()
+    for slug in (*slugs, *damaged, *(() if public else ("unauthorized", "forbidden")), "internal"):
         grouped.setdefault(PROBLEMS[slug].status, []).append(slug)
     return {
         status: {

@@ -122,7 +122,9 @@ async def post_plan(request: Request, state: State) -> Response:
     try:
         entry, created = await state.plans.post(signature, encoded, profile, cause_of(request, "first request"))
     except Pending:
+        state.access.check_again(request.scope)
         return _pending(signature, encoding, state)
+    state.access.check_again(request.scope)
     served = await state.plans.under(entry, _epoch(request))
     return plan_answer(request, served, encoding, status=201 if created else 200)
 
