@@ -12,6 +12,7 @@ from torch import fx
 
 from bucketplan_client import passes
 from bucketplan_client.errors import ClientError
+from bucketplan_client.opening import open_attempt
 from bucketplan_client.passes import FsdpBucketingPass, LocalPlans
 from bucketplan_client.transport import PlanClient
 from bucketplan_core import Options, Plan, Request
@@ -176,3 +177,21 @@ def skip_alone() -> bool:
     before = _nodes(gm)
     result = FsdpBucketingPass(_Broken(), options=_options())(gm)
     return result is gm and _nodes(gm) == before
+
+
+def interrupted_first_execution(when: str, odd: int) -> dict[str, str]:
+    """The comparison of one graph that is about to run, in which rank `odd` gets Ctrl-C."""
+    members = tuple(range(dist.get_world_size()))
+    with open_attempt(None, groups={"fsdp": members}, job="first", on_mismatch=lambda error: None) as attempt:
+        if dist.get_rank() == odd:
+
+            def interrupt(*_: Any, **__: Any) -> Any:
+                raise KeyboardInterrupt
+
+            step = "put" if when == "before it said anything" else "wait"
+            setattr(attempt.store, step, interrupt)
+        try:
+            attempt.compare_first_execution("0", {"fsdp": "aa"}, deadline_s=20.0)
+        except (ClientError, KeyboardInterrupt) as error:
+            return {"kind": type(error).__name__, "text": str(error)}
+    return {"kind": "none", "text": ""}
