@@ -95,6 +95,32 @@ class RevisionService:
         effective = await self._effective(documents, options)
         return await self._add(documents, "replan", effective, parent=parent, cause=cause)
 
+    async def replan_and_serve(
+        self, signature: str, options: dict[str, WireValue], *, digest: str, job: str, expected: int, cause: Cause
+    ) -> int:
+        """Add and serve the plan that `preview` showed as `digest`, in one transaction; answers its number.
+
+        Raises ``conflict``, and nothing is stored, for another plan, or when `job` ("" for everyone) is served another
+        revision than `expected`.
+        """
+        documents = await self.documents(signature)
+        effective = await self._effective(documents, options)
+        number = await self._add(
+            documents,
+            "replan",
+            effective,
+            parent=expected or await self._served_to_everyone(signature),
+            cause=cause,
+            digest=digest,
+            job=job,
+            expected=expected,
+        )
+        self._plans.forget(signature)
+        return number
+
+    async def _served_to_everyone(self, signature: str) -> int:
+        return next((row.revision for row in await self.revisions(signature) if "" in row.active_for), 1)
+
     async def preview(self, signature: str, options: dict[str, WireValue]) -> tuple[Options, Stored, str]:
         """What `replan` would store under these options, and its decision digest; nothing is stored."""
         documents = await self.documents(signature)
@@ -186,6 +212,9 @@ class RevisionService:
         cause: Cause,
         buckets: tuple[tuple[int, ...], ...] | None = None,
         decision: bytes | None = None,
+        digest: str | None = None,
+        job: str | None = None,
+        expected: int | None = None,
     ) -> int:
         signature = documents.signature
         if parent not in {row.revision for row in await self.revisions(signature)}:
@@ -205,8 +234,21 @@ class RevisionService:
                 decision=decision,
             )
         )
+        if digest is not None and revised.digest != digest:
+            raise Problem("conflict", "these options do not make the plan that was shown", fields={"path": "digest"})
         try:
-            number = await add_revision(self._store, signature, revised, origin=origin, parent=parent, cause=cause)
+            number = await add_revision(
+                self._store,
+                signature,
+                revised,
+                origin=origin,
+                parent=parent,
+                cause=cause,
+                job=job,
+                expected=expected,
+            )
+        except Conflict as conflict:
+            raise Problem("conflict", str(conflict), fields={"path": conflict.path}) from None
         except StoreError as error:
             raise self._plans.store_unavailable(error) from None
         self._log.info(

@@ -16,6 +16,7 @@ from bucketplan_server.access.dependency import principal_of
 from bucketplan_server.http.answers import problem_answer
 from bucketplan_server.http.routes import audit, events, inspection, jobs, operation, plans, profiles, revisions
 from bucketplan_server.http.state import AppState
+from bucketplan_server.pages.problem import problem_page, wants_page
 from bucketplan_server.pages.router import router as pages
 from bucketplan_server.problems import Problem
 
@@ -58,6 +59,8 @@ def build_app(state: AppState) -> FastAPI:
 
 
 def _answer(request: Request, problem: Problem) -> Response:
+    if wants_page(request.scope):
+        return problem_page(request, problem)
     return problem_answer(problem, request.headers.get("accept"), content_type=request.headers.get("content-type"))
 
 

@@ -16,7 +16,8 @@ from bucketplan_server.access.principal import JOB_PATTERN
 from bucketplan_server.http.state import AppState, State
 from bucketplan_server.jobs.state import overall_state
 from bucketplan_server.pages.render import page
-from bucketplan_server.pages.routing import PageRoute, whole_number
+from bucketplan_server.pages.routing import PageRoute, numbered_page, one_page, whole_number
+from bucketplan_server.problems import Problem
 from bucketplan_server.store.jobs import Attempt
 
 __all__ = ["router"]
@@ -26,19 +27,24 @@ Job = Annotated[str, Path(pattern=JOB_PATTERN)]
 _PAGE = 20
 _Status = Mapping[str, Any]
 _MOST_CHANGES = 100
+_ROWS = 100
+_CALLOUTS = 10
+_HOLDERS = 50
 
 
 @router.get("/jobs/{job}")
 async def job(request: Request, state: State, caller: Caller, job: Job) -> Response:
     before = whole_number(request.query_params.get("before", ""), "before", low=1, high=MAX_RANK)
-    found = await state.jobs.attempts(caller.job(job), before=before, limit=_PAGE + 1)
-    shown = found[:_PAGE]
+    stored = caller.job(job)
+    shown, last = await one_page(state, state.jobs.attempts(stored, before=before, limit=_PAGE + 1), _PAGE)
+    if not shown and not await state.jobs.attempts(stored, before=None, limit=1):
+        raise Problem("not-found", f"no attempt of job {job!r} was ever opened", fields={"path": "job", "value": job})
     return page(
         request,
         "job.html",
         attempts=await asyncio.gather(*(_with_state(state, one) for one in shown)),
         before=before,
-        following=shown[-1].attempt if len(found) > _PAGE else None,
+        following=None if last is None else last.attempt,
         job=job,
     )
 
@@ -56,11 +62,21 @@ async def attempt(
     status = await state.jobs.status(found)
     earlier = await state.jobs.attempts(stored, before=number, limit=1)
     word, summary = overall_state(status)
+    groups: Any = status["groups"]
+    rows = [(group, slot) for group in groups for slot in group["slots"] or (None,)]
+    differing = [(group, slot) for group, slot in rows if slot is not None and slot["state"] == "diverged"]
+    shown, at, num_pages = numbered_page(request, rows, _ROWS, name="page")
     return page(
         request,
         "attempt.html",
+        at=at,
+        differing=differing[:_CALLOUTS],
         job=job,
+        most_holders=_HOLDERS,
+        num_differing=len(differing),
+        num_pages=num_pages,
         number=number,
+        rows=shown,
         since=await _since(state, earlier[0], found, status) if earlier else None,
         state_word=word,
         status=status,

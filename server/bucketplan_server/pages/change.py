@@ -12,21 +12,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bucketplan_core.plan import Plan
-from bucketplan_core.wire import WireValue
+from bucketplan_core.wire import WireValue, unpack
 from bucketplan_server.access import Caller, Principal, needs
 from bucketplan_server.http.state import AppState, State, cause_of
-from bucketplan_server.pages.plan import Signature, revision_of
+from bucketplan_server.pages.plan import Refusal, Signature, plan_page, revision_of
 from bucketplan_server.pages.render import page
 from bucketplan_server.pages.routing import (
     MAX_REASON_CHARACTERS,
     PageRoute,
+    number_field,
     read_form,
     see_other,
     text_field,
-    whole_number,
 )
 from bucketplan_server.planner.planned import Stored
 from bucketplan_server.problems import Problem
+from bucketplan_server.store.engine import StoreError
+from bucketplan_server.store.events import Cause
+from bucketplan_server.store.overview import latest_events
 from bucketplan_server.store.revisions import Activation
 
 __all__ = ["router"]
@@ -34,6 +37,7 @@ __all__ = ["router"]
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 _WHY = "say why; it goes into the audit log"
 _CHANGES = 100
+_RECENT = 20
 _NUMBERS = ("bucket_cap_bytes", "first_bucket_cap_bytes", "memory_budget_bytes", "prefetch")
 _CHOICES = {"strategy": ("auto", "module", "size", "none"), "placement": ("original", "scheduled")}
 
@@ -54,15 +58,24 @@ async def diff(request: Request, state: State) -> Response:
 
 @router.post("/plans/{signature}/replan", dependencies=[needs("operator")])
 async def replan(request: Request, state: State, caller: Caller, signature: Signature) -> Response:
-    """Step one shows what would change and stores nothing; step two, with `confirm`, stores and activates."""
+    """Step one shows what would change and stores nothing; step two, with `confirm`, stores and serves, or neither."""
     form = await read_form(request)
+    try:
+        return await _replan(request, state, caller, signature, form)
+    except Problem as problem:
+        return await _form_again(
+            request, state, caller, signature, Refusal(action="replan", problem=problem, typed=form)
+        )
+
+
+async def _replan(
+    request: Request, state: AppState, caller: Principal, signature: str, form: Mapping[str, str]
+) -> Response:
     options = _options(form)
-    reason = text_field(form, "reason", required=_WHY, limit=MAX_REASON_CHARACTERS)
-    job = text_field(form, "job")
+    asked = _asked(form, caller)
     if form.get("confirm") != "yes":
-        _may_activate(caller, job)
         effective, stored, digest = await state.revisions.preview(signature, options)
-        current = await _current(state, caller, signature, job)
+        current = await _current(state, caller, signature, asked.job)
         return page(
             request,
             "confirm.html",
@@ -70,22 +83,24 @@ async def replan(request: Request, state: State, caller: Caller, signature: Sign
             current=current,
             digest=digest,
             effective=effective.to_wire(),
-            form={name: value for name, value in form.items() if name not in ("confirm", "reason", "job")},
+            form={name: value for name, value in form.items() if name in (*_CHOICES, *_NUMBERS)},
             found=await _compared(state, await state.revisions.stored(signature, current.revision), stored),
-            job=job,
+            job=asked.job,
             most=_CHANGES,
-            reason=reason,
+            reason=asked.reason,
             signature=signature,
             target=None,
         )
-    _may_activate(caller, job)
-    expected = whole_number(form.get("expected", ""), "expected")
-    parent = whole_number(form.get("parent", ""), "parent", low=1) or 1
-    number = await state.revisions.replan(signature, options, parent=parent, cause=cause_of(request, reason))
-    made = await state.revisions.served(signature, number)
-    if made.row.digest != form.get("digest"):
-        raise Problem("conflict", f"revision {number} is not the plan that was shown; it is stored and not active")
-    await _activate(state, caller, signature, number, job=job, expected=expected, request=request, reason=reason)
+    digest, expected = _shown(form)
+    cause = cause_of(request, asked.reason)
+    try:
+        await state.revisions.replan_and_serve(
+            signature, options, digest=digest, job=asked.stored_job, expected=expected, cause=cause
+        )
+    except Problem as problem:
+        if await _was_done(state, signature, problem, cause, digest=digest, job=asked.stored_job, expected=expected):
+            return see_other(f"/plans/{signature}?done=already")
+        raise
     return see_other(f"/plans/{signature}?done=replanned")
 
 
@@ -93,15 +108,23 @@ async def replan(request: Request, state: State, caller: Caller, signature: Sign
 async def activate(request: Request, state: State, caller: Caller, signature: Signature) -> Response:
     """Step one shows what would change; step two, with `confirm`, serves the revision. Rolling back is the same."""
     form = await read_form(request)
-    target = whole_number(form.get("revision", ""), "revision", low=1, high=2**31 - 1)
-    reason = text_field(form, "reason", required=_WHY, limit=MAX_REASON_CHARACTERS)
-    job = text_field(form, "job")
+    try:
+        return await _activate(request, state, caller, signature, form)
+    except Problem as problem:
+        refusal = Refusal(action="activate", problem=problem, typed=form)
+        return await _form_again(request, state, caller, signature, refusal)
+
+
+async def _activate(
+    request: Request, state: AppState, caller: Principal, signature: str, form: Mapping[str, str]
+) -> Response:
+    target = number_field(form, "revision", low=1, high=2**31 - 1)
+    asked = _asked(form, caller)
     if target is None:
         raise Problem("invalid-body", "revision: say which one", fields={"path": "revision"})
-    _may_activate(caller, job)
+    wanted = await state.revisions.served(signature, target)
     if form.get("confirm") != "yes":
-        wanted = await state.revisions.served(signature, target)
-        current = await _current(state, caller, signature, job)
+        current = await _current(state, caller, signature, asked.job)
         sides = [await state.revisions.stored(signature, number) for number in (current.revision, target)]
         return page(
             request,
@@ -112,15 +135,87 @@ async def activate(request: Request, state: State, caller: Caller, signature: Si
             effective=None,
             form={"revision": str(target)},
             found=await _compared(state, *sides),
-            job=job,
+            job=asked.job,
             most=_CHANGES,
-            reason=reason,
+            reason=asked.reason,
             signature=signature,
             target=target,
         )
-    expected = whole_number(form.get("expected", ""), "expected")
-    await _activate(state, caller, signature, target, job=job, expected=expected, request=request, reason=reason)
+    digest, expected = _shown(form)
+    if wanted.row.digest != digest:
+        raise Problem("conflict", f"revision {target} is not the plan that was shown", fields={"path": "digest"})
+    cause = cause_of(request, asked.reason)
+    try:
+        activation = Activation(revision=target, job=asked.stored_job, expected=expected)
+        await state.revisions.activate(signature, activation, cause)
+    except Problem as problem:
+        if await _was_done(state, signature, problem, cause, digest=digest, job=asked.stored_job, expected=expected):
+            return see_other(f"/plans/{signature}?done=already")
+        raise
     return see_other(f"/plans/{signature}?done=activated")
+
+
+async def _form_again(
+    request: Request, state: AppState, caller: Principal, signature: str, refusal: Refusal
+) -> Response:
+    """The page of the plan with the form as it was filled in; raises what no other entry would mend."""
+    problem = refusal.problem
+    if problem.status not in (400, 409, 422) and problem.slug != "unknown-revision":
+        raise problem
+    return await plan_page(request, state, caller, signature, refusal=refusal)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What both forms ask for: for which job, "" for everyone, and why."""
+
+    job: str
+    stored_job: str
+    reason: str
+
+
+def _asked(form: Mapping[str, str], caller: Principal) -> _Asked:
+    reason = text_field(form, "reason", required=_WHY, limit=MAX_REASON_CHARACTERS)
+    job = text_field(form, "job")
+    if not job:
+        caller.everything("what is activated without a job is served to every namespace")
+    try:
+        stored_job = caller.job(job) if job else ""
+    except Problem as problem:
+        if problem.status != 400:
+            raise
+        raise Problem("invalid-body", problem.detail, fields={**problem.fields, "path": "job"}) from None
+    return _Asked(job=job, stored_job=stored_job, reason=reason)
+
+
+def _shown(form: Mapping[str, str]) -> tuple[str, int]:
+    """The digest and the active revision that the preview showed: nobody confirms what they have not seen."""
+    expected = number_field(form, "expected")
+    digest = text_field(form, "digest")
+    for name, value in (("expected", expected), ("digest", digest or None)):
+        if value is None:
+            detail = f"{name}: missing, so this is no confirmation of a preview; look at the preview first"
+            raise Problem("invalid-body", detail, fields={"path": name})
+    return digest, expected or 0
+
+
+async def _was_done(
+    state: AppState, signature: str, refused: Problem, cause: Cause, *, digest: str, job: str, expected: int
+) -> bool:
+    """Whether the same person made the very change that was refused as stale: a confirmation that was sent twice."""
+    if refused.slug != "conflict":
+        return False
+    try:
+        last = await latest_events(state.store, signature=signature, kind="plan.activated", limit=_RECENT)
+    except StoreError as error:
+        raise state.plans.store_unavailable(error) from None
+    made = next((event for event in last if (event["job"] or "") == job), None)
+    if made is None or (made["actor"], made["reason"]) != (cause.actor, cause.reason):
+        return False
+    body: Any = unpack(made["body"])
+    if (body["before"] or 0) != expected or body["revision"] is None:
+        return False
+    return (await state.revisions.served(signature, body["revision"])).row.digest == digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,28 +231,6 @@ async def _current(state: AppState, caller: Principal, signature: str, job: str)
     serving = {name: row.revision for row in await state.revisions.revisions(signature) for name in row.active_for}
     everyone = serving.get("", 1)
     return _Current(revision=serving.get(stored_job, everyone), expected=serving.get(stored_job, 0))
-
-
-def _may_activate(caller: Principal, job: str) -> None:
-    if job:
-        caller.job(job)
-    else:
-        caller.everything("what is activated without a job is served to every namespace")
-
-
-async def _activate(
-    state: AppState,
-    caller: Principal,
-    signature: str,
-    revision: int,
-    *,
-    job: str,
-    expected: int | None,
-    request: Request,
-    reason: str,
-) -> None:
-    wanted = Activation(revision=revision, job=caller.job(job) if job else "", expected=expected)
-    await state.revisions.activate(signature, wanted, cause_of(request, reason))
 
 
 async def _compared(state: AppState, a: Stored, b: Stored) -> dict[str, Any]:
@@ -180,11 +253,12 @@ def _options(form: Mapping[str, str]) -> dict[str, WireValue]:
     for name, allowed in _CHOICES.items():
         value = text_field(form, name)
         if value and value not in allowed:
-            raise Problem("invalid-body", f"{name}: {value[:80]!r} must be one of {', '.join(allowed)}")
+            detail = f"{name}: {value[:80]!r} must be one of {', '.join(allowed)}"
+            raise Problem("invalid-body", detail, fields={"path": name})
         if value:
             options[name] = value
     for name in _NUMBERS:
-        number = whole_number(form.get(name, ""), name)
+        number = number_field(form, name)
         if number is not None:
             options[name] = number
     return options

@@ -20,7 +20,7 @@ from bucketplan_server.audit import verify
 from bucketplan_server.http.state import AppState, State
 from bucketplan_server.jobs.state import overall_state
 from bucketplan_server.pages.render import page
-from bucketplan_server.pages.routing import PageRoute, read_form, see_other, whole_number
+from bucketplan_server.pages.routing import PageRoute, one_page, read_form, see_other, whole_number
 from bucketplan_server.problems import Problem
 from bucketplan_server.store.engine import StoreError
 from bucketplan_server.store.listing import PlanFilter, list_plans
@@ -93,12 +93,9 @@ async def plans(request: Request, state: State, caller: Caller) -> Response:
         until_ns=_day_ns(given["until"], "until"),
     )
     cursor = request.query_params.get("cursor", "")
-    try:
-        rows = await list_plans(state.store, wanted, before=_cursor(cursor), limit=_PAGE + 1)
-    except StoreError as error:
-        raise state.plans.store_unavailable(error) from None
-    shown = rows[:_PAGE]
-    following = f"{shown[-1]['created_ns']}-{shown[-1]['signature']}" if len(rows) > _PAGE else None
+    found = list_plans(state.store, wanted, before=_cursor(cursor), limit=_PAGE + 1)
+    shown, last = await one_page(state, found, _PAGE)
+    following = None if last is None else f"{last['created_ns']}-{last['signature']}"
     return page(
         request,
         "plans.html",
@@ -116,14 +113,9 @@ async def jobs(request: Request, state: State, caller: Caller) -> Response:
     cursor = request.query_params.get("cursor", "")
     opened, _, name = cursor.partition("-")
     before = None if not cursor else (whole_number(opened, "cursor") or 0, name)
-    try:
-        rows = await latest_jobs(
-            state.store, namespace=caller.namespace, part=part or None, before=before, limit=_JOBS_PAGE + 1
-        )
-    except StoreError as error:
-        raise state.plans.store_unavailable(error) from None
-    shown = rows[:_JOBS_PAGE]
-    following = f"{shown[-1].opened_ns}-{shown[-1].job}" if len(rows) > _JOBS_PAGE else None
+    found = latest_jobs(state.store, namespace=caller.namespace, part=part or None, before=before, limit=_JOBS_PAGE + 1)
+    shown, last = await one_page(state, found, _JOBS_PAGE)
+    following = None if last is None else f"{last.opened_ns}-{last.job}"
     return page(
         request,
         "jobs.html",
@@ -140,25 +132,22 @@ async def events(request: Request, state: State, caller: Caller) -> Response:
     before = whole_number(request.query_params.get("before", ""), "before")
     if given["signature"] and not _SIGNATURE.fullmatch(given["signature"]):
         raise Problem("invalid-parameter", "signature: must be a whole signature, 64 lower-case hex characters")
-    try:
-        rows = await latest_events(
-            state.store,
-            namespace=caller.namespace,
-            before=before,
-            signature=given["signature"] or None,
-            job=caller.job(given["job"]) if given["job"] else None,
-            kind=given["kind"] or None,
-            limit=_PAGE + 1,
-        )
-    except StoreError as error:
-        raise state.plans.store_unavailable(error) from None
-    shown = rows[:_PAGE]
+    found = latest_events(
+        state.store,
+        namespace=caller.namespace,
+        before=before,
+        signature=given["signature"] or None,
+        job=caller.job(given["job"]) if given["job"] else None,
+        kind=given["kind"] or None,
+        limit=_PAGE + 1,
+    )
+    shown, last = await one_page(state, found, _PAGE)
     return page(
         request,
         "events.html",
         before=before,
         events=[_event(row, caller, state) for row in shown],
-        following=shown[-1]["seq"] if len(rows) > _PAGE else None,
+        following=None if last is None else last["seq"],
         given=given,
         kinds=KINDS,
         verification=getattr(request.app.state, "last_verification", None),

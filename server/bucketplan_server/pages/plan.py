@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path
@@ -18,16 +19,17 @@ from bucketplan_server.http.state import AppState, State
 from bucketplan_server.pages.draw import chart_of_memory, chart_of_sizes, drawing_of
 from bucketplan_server.pages.figures import ORDERS, PlanQuery, view_bucket, view_plan
 from bucketplan_server.pages.render import page
-from bucketplan_server.pages.routing import PageRoute, whole_number
+from bucketplan_server.pages.routing import PageRoute, numbered_page, whole_number
 from bucketplan_server.problems import Problem
 from bucketplan_server.store.revisions import RevisionRow
 
-__all__ = ["Signature", "revision_of", "revisions_for", "router"]
+__all__ = ["Refusal", "Signature", "plan_page", "revision_of", "router"]
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False, dependencies=[needs("auditor")])
 Signature = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="signature of the request")]
 _BUCKETS = 50
 _MEMBERS = 100
+_REVISIONS = 50
 _BASELINES = ("none", "size", "module")
 
 
@@ -35,25 +37,40 @@ def revision_of(request: Request, name: str = "revision") -> int | None:
     return whole_number(request.query_params.get(name, ""), name, low=1, high=2**31 - 1)
 
 
-async def revisions_for(state: AppState, caller: Principal, signature: str) -> list[dict[str, Any]]:
-    """Revisions as the page lists them, jobs of other namespaces left out."""
-    rows: list[RevisionRow] = []
-    for row in await state.revisions.revisions(signature):
-        actor, reason = state.access.attribution(caller, row.actor, row.reason)
-        rows.append(replace(row, actor=actor, reason=reason))
-    return [
-        {
-            "active_for": [caller.shown(job) for job in row.active_for if job and caller.sees(job)],
-            "is_active": "" in row.active_for,
-            "options": unpack(row.options),
-            "row": row,
-        }
-        for row in rows
-    ]
+def _entry(state: AppState, caller: Principal, row: RevisionRow) -> dict[str, Any]:
+    """A revision as the page lists it, jobs of other namespaces left out."""
+    actor, reason = state.access.attribution(caller, row.actor, row.reason)
+    return {
+        "active_for": [caller.shown(job) for job in row.active_for if job and caller.sees(job)],
+        "is_active": "" in row.active_for,
+        "options": unpack(row.options),
+        "row": replace(row, actor=actor, reason=reason),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A form of the page that was not taken: which one, what was typed into it, and why it was refused."""
+
+    action: str
+    problem: Problem
+    typed: Mapping[str, str]
+
+    @property
+    def field(self) -> str:
+        """The name of the field at fault, as in the form; of none where it is the whole that was refused."""
+        return str(self.problem.fields.get("path", "")).rpartition(".")[2]
 
 
 @router.get("/plans/{signature}")
 async def plan(request: Request, state: State, caller: Caller, signature: Signature) -> Response:
+    return await plan_page(request, state, caller, signature)
+
+
+async def plan_page(
+    request: Request, state: AppState, caller: Principal, signature: str, *, refusal: Refusal | None = None
+) -> Response:
+    """The page of a plan; with `refusal`, its form as it was filled in and what is wrong beside the field."""
     wanted = revision_of(request)
     order = request.query_params.get("order", "") or "launch"
     if order not in ORDERS:
@@ -65,28 +82,35 @@ async def plan(request: Request, state: State, caller: Caller, signature: Signat
         start=(number - 1) * _BUCKETS,
         size=_BUCKETS,
     )
-    revisions = await revisions_for(state, caller, signature)
     stored = await state.revisions.stored(signature, wanted)
     view = await state.pool.read(view_plan, stored, query)
     decoded = await asyncio.to_thread(Plan.decode, stored.plan)
-    shown = wanted or next((entry["row"].revision for entry in revisions if entry["is_active"]), 1)
+    every = (await state.revisions.revisions(signature))[::-1]
+    revisions, at, num_pages = numbered_page(request, every, _REVISIONS, name="revisions")
+    shown = wanted or next((row.revision for row in every if "" in row.active_for), 1)
     return page(
         request,
         "plan.html",
+        code=200 if refusal is None else refusal.problem.status,
         after=None if view.after is None else drawing_of(view.after),
         assessment=decoded.assessment,
+        at=at,
         baselines=_baselines(decoded),
         before=None if view.before is None else drawing_of(view.before),
         memory=chart_of_memory(view),
         notice=request.query_params.get("done", ""),
         number=number,
         num_pages=max(1, -(-view.num_found // _BUCKETS)),
+        num_revision_pages=num_pages,
+        num_revisions=len(every),
         orders=ORDERS,
         query=query,
-        revision=next(entry for entry in revisions if entry["row"].revision == shown),
-        revisions=revisions,
+        refusal=refusal,
+        revision=next(_entry(state, caller, row) for row in every if row.revision == shown),
+        revisions=[_entry(state, caller, row) for row in revisions],
         signature=signature,
         sizes=chart_of_sizes(view.sizes),
+        typed={} if refusal is None else refusal.typed,
         view=view,
     )
 

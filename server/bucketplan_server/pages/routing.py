@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 from fastapi.exceptions import RequestValidationError
@@ -15,11 +15,25 @@ from starlette.responses import RedirectResponse, Response
 from bucketplan_server.access.authenticate import refusal_reason
 from bucketplan_server.access.dependency import principal_of
 from bucketplan_server.http.bodies import read_body
-from bucketplan_server.pages.render import PAGE_HEADERS, page
+from bucketplan_server.http.state import AppState
+from bucketplan_server.pages.problem import problem_page
+from bucketplan_server.pages.render import PAGE_HEADERS
 from bucketplan_server.problems import Problem
+from bucketplan_server.store.engine import StoreError
 
-__all__ = ["MAX_REASON_CHARACTERS", "PageRoute", "read_form", "see_other", "text_field", "whole_number"]
+__all__ = [
+    "MAX_REASON_CHARACTERS",
+    "PageRoute",
+    "number_field",
+    "numbered_page",
+    "one_page",
+    "read_form",
+    "see_other",
+    "text_field",
+    "whole_number",
+]
 
+_T = TypeVar("_T")
 _MAX_FORM_BYTES = 64 * 1024
 _MAX_FIELDS = 64
 MAX_REASON_CHARACTERS = 2_000
@@ -42,22 +56,20 @@ class PageRoute(APIRoute):
                     state = request.app.state.parts
                     token = principal_of(request).name
                     state.access.refused(request.scope, refusal_reason(problem), problem, token=token)
-                return _problem_page(request, problem)
+                return problem_page(request, problem)
             except RequestValidationError as error:
                 first = error.errors()[0]
                 name = str(first["loc"][-1])
                 detail = f"{name}: {first['msg']} (got {str(first.get('input'))[:200]!r})"
-                return _problem_page(request, Problem("invalid-parameter", detail, fields={"path": name}))
+                # What cannot be the name of a page leads nowhere, like a name that nothing has.
+                slug = "not-found" if first["loc"][0] == "path" else "invalid-parameter"
+                return problem_page(request, Problem(slug, detail, fields={"path": name}))
             except HTTPException as error:
                 if error.status_code < 400:
                     raise
-                return _problem_page(request, Problem("invalid-body", str(error.detail), status=error.status_code))
+                return problem_page(request, Problem("invalid-body", str(error.detail), status=error.status_code))
 
         return handler
-
-
-def _problem_page(request: Request, problem: Problem) -> Response:
-    return page(request, "problem.html", code=problem.status, headers=problem.headers, problem=problem)
 
 
 def see_other(location: str) -> Response:
@@ -92,14 +104,38 @@ def text_field(form: Mapping[str, str], name: str, *, required: str | None = Non
     return value
 
 
-def whole_number(value: str, name: str, *, low: int = 0, high: int = 2**63 - 1) -> int | None:
-    """The number that a field holds, None where it is empty; raises `Problem`."""
+def number_field(form: Mapping[str, str], name: str, *, low: int = 0, high: int = 2**63 - 1) -> int | None:
+    """The number in a field of a form, None where it is empty; raises `Problem`."""
+    return whole_number(form.get(name, ""), name, low=low, high=high, slug="invalid-body")
+
+
+async def one_page(state: AppState, load: Awaitable[Sequence[_T]], size: int) -> tuple[Sequence[_T], _T | None]:
+    """At most `size` of the rows that `load` reads (one more than that), and the last of them if more follow."""
+    try:
+        rows = await load
+    except StoreError as error:
+        raise state.plans.store_unavailable(error) from None
+    shown = rows[:size]
+    return shown, shown[-1] if len(rows) > size else None
+
+
+def numbered_page(request: Request, rows: Sequence[_T], size: int, *, name: str) -> tuple[Sequence[_T], int, int]:
+    """The rows of the page that parameter `name` asks for, its number, and how many pages there are."""
+    num_pages = max(1, -(-len(rows) // size))
+    number = whole_number(request.query_params.get(name, ""), name, low=1, high=100_000) or 1
+    return rows[(number - 1) * size : number * size], number, num_pages
+
+
+def whole_number(
+    value: str, name: str, *, low: int = 0, high: int = 2**63 - 1, slug: str = "invalid-parameter"
+) -> int | None:
+    """The number that a parameter holds, None where it is empty; raises `Problem`."""
     text = value.strip().replace("_", "")
     if not text:
         return None
     if not (text.isascii() and text.isdigit() and len(text) <= 19 and low <= int(text) <= high):
         raise Problem(
-            "invalid-parameter",
+            slug,
             f"{name}: {value[:80]!r} must be a whole number from {low} to {high}",
             fields={"path": name, "value": value[:80]},
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,11 +9,12 @@ from starlette.responses import Response
 from bucketplan_server.access import needs_nothing
 from bucketplan_server.access.authenticate import COOKIE
 from bucketplan_server.http.state import State
+from bucketplan_server.pages.problem import local_path
 from bucketplan_server.pages.render import page, static_answer
 from bucketplan_server.pages.routing import PageRoute, read_form, see_other, text_field
 from bucketplan_server.problems import Problem
 
-__all__ = ["local_path", "router"]
+__all__ = ["router"]
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False, dependencies=[needs_nothing()])
 _MAX_TOKEN_CHARACTERS = 500
@@ -35,8 +34,7 @@ async def sign_in(request: Request, state: State) -> Response:
     if state.access.table.valid(token.encode()) is None:
         return page(request, "login.html", code=401, failed=True, required=True, target=target)
     response = see_other(target)
-    secure = request.url.scheme == "https" or request.headers.get("x-forwarded-proto") == "https"
-    response.set_cookie(COOKIE, token, httponly=True, samesite="strict", secure=secure, path="/")
+    response.set_cookie(COOKIE, token, httponly=True, samesite="strict", secure=_is_encrypted(request), path="/")
     return response
 
 
@@ -56,9 +54,10 @@ async def static(request: Request, name: str) -> Response:
     return found
 
 
-def local_path(target: str) -> str:
-    """`target` if it is a path of this server, else the overview: nobody is sent elsewhere after signing in."""
-    parts = urlsplit(target) if target.isprintable() else None
-    if parts is None or parts.scheme or parts.netloc or "\\" in target:
-        return "/"
-    return target if target.startswith("/") and not target.startswith("//") else "/"
+def _is_encrypted(request: Request) -> bool:
+    """Whether the browser's own connection is encrypted: a chain of proxies names its first hop first.
+
+    Whoever sends the header without a proxy only keeps the own cookie from plain connections.
+    """
+    first, _, _ = request.headers.get("x-forwarded-proto", "").partition(",")
+    return request.url.scheme == "https" or first.strip().lower() == "https"

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 
 from sqlalchemy import delete, func, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from bucketplan_core.wire import digest_of
 from bucketplan_server.planner.planned import Revised
@@ -100,11 +101,26 @@ async def load_revisions(store: Store, signature: str) -> list[RevisionRow]:
 
 
 async def add_revision(
-    store: Store, signature: str, revised: Revised, *, origin: str, parent: int, cause: Cause
+    store: Store,
+    signature: str,
+    revised: Revised,
+    *,
+    origin: str,
+    parent: int,
+    cause: Cause,
+    job: str | None = None,
+    expected: int | None = None,
 ) -> int:
-    """Store a plan as the next revision, not active; answers its number. The planner's own is always revision 1."""
+    """Store a plan as the next revision; answers its number. The planner's own is always revision 1.
+
+    It is served from now on to `job` ("" for everyone), to nobody yet where None. Storing and serving are one
+    transaction: raises `Conflict` (path ``body.expected``) and stores nothing when another revision is active than
+    the caller expects.
+    """
     now = time.time_ns()
     async with store.write() as connection:
+        if job is not None:
+            await _active(connection, signature, Activation(revision=None, job=job, expected=expected))
         query = select(func.max(revisions.c.revision)).where(revisions.c.signature == signature)
         number = int(await connection.scalar(query) or 0) + 1
         await connection.execute(
@@ -139,6 +155,8 @@ async def add_revision(
                 "revision": number,
             },
         )
+        if job is not None:
+            await _move(connection, signature, Activation(revision=number, job=job), cause, now)
     return number
 
 
@@ -152,36 +170,45 @@ async def activate(store: Store, signature: str, wanted: Activation, cause: Caus
     Raises `Conflict` (path ``body.revision``) for a revision that does not exist, and (``body.expected``) when another
     revision is active than the caller expects.
     """
-    now = time.time_ns()
     async with store.write() as connection:
-        here = (active.c.signature == signature) & (active.c.job == wanted.job)
-        before: int | None = await connection.scalar(select(active.c.revision).where(here))
-        if wanted.expected is not None and (before or 0) != wanted.expected:
-            raise Conflict("body.expected", f"{_pointer(before)} is active, not {_pointer(wanted.expected)}")
-        if before == wanted.revision:
-            return before
-        if wanted.revision is None:
-            await connection.execute(delete(active).where(here))
-        else:
-            query = select(revisions.c.revision).where(
-                revisions.c.signature == signature, revisions.c.revision == wanted.revision
-            )
-            if await connection.scalar(query) is None:
-                raise Conflict("body.revision", f"there is no revision {wanted.revision}")
-            values = {"revision": wanted.revision, "changed_ns": now}
-            if before is None:
-                await connection.execute(insert(active).values(signature=signature, job=wanted.job, **values))
-            else:
-                await connection.execute(update(active).where(here).values(**values))
-        await append_event(
-            connection,
-            "plan.activated",
-            cause,
-            at_ns=now,
-            signature=signature,
-            job=wanted.job or None,
-            body={"before": before, "job": wanted.job, "revision": wanted.revision},
+        return await _move(connection, signature, wanted, cause, time.time_ns())
+
+
+async def _active(connection: AsyncConnection, signature: str, wanted: Activation) -> int | None:
+    here = (active.c.signature == signature) & (active.c.job == wanted.job)
+    before: int | None = await connection.scalar(select(active.c.revision).where(here))
+    if wanted.expected is not None and (before or 0) != wanted.expected:
+        raise Conflict("body.expected", f"{_pointer(before)} is active, not {_pointer(wanted.expected)}")
+    return before
+
+
+async def _move(connection: AsyncConnection, signature: str, wanted: Activation, cause: Cause, now: int) -> int | None:
+    before = await _active(connection, signature, wanted)
+    if before == wanted.revision:
+        return before
+    here = (active.c.signature == signature) & (active.c.job == wanted.job)
+    if wanted.revision is None:
+        await connection.execute(delete(active).where(here))
+    else:
+        query = select(revisions.c.revision).where(
+            revisions.c.signature == signature, revisions.c.revision == wanted.revision
         )
+        if await connection.scalar(query) is None:
+            raise Conflict("body.revision", f"there is no revision {wanted.revision}")
+        values = {"revision": wanted.revision, "changed_ns": now}
+        if before is None:
+            await connection.execute(insert(active).values(signature=signature, job=wanted.job, **values))
+        else:
+            await connection.execute(update(active).where(here).values(**values))
+    await append_event(
+        connection,
+        "plan.activated",
+        cause,
+        at_ns=now,
+        signature=signature,
+        job=wanted.job or None,
+        body={"before": before, "job": wanted.job, "revision": wanted.revision},
+    )
     return before
 
 

@@ -1,0 +1,76 @@
+"""Errors as pages, for whoever looks at this server in a browser: what happened, what to do, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Scope
+
+from bucketplan_server.access.authenticate import PUBLIC_PATHS
+from bucketplan_server.pages.render import page
+from bucketplan_server.problems import Problem
+
+__all__ = ["local_path", "problem_page", "wants_page"]
+
+_API_PATHS = PUBLIC_PATHS - {"/login", "/favicon.ico"}
+_ADVICE: Mapping[int, str] = {
+    400: "Go back, correct what is named above, and send it again.",
+    401: "Sign in with a valid token.",
+    403: "Use this server's own pages, with a token that may do this.",
+    404: "Check the address, or look for it in the lists of plans and jobs.",
+    405: "This address is not one to open; go back and use the form or the link of the page.",
+    409: "Somebody was faster, or it is done already. Look at what is served now, then try again.",
+    413: "Send less: forms of these pages are small.",
+    415: "Use the forms of this server's own pages.",
+    422: "Go back, choose other options, and try again.",
+    500: "Try again; if it stays, give whoever runs this server the request id above.",
+    503: "Nothing was changed by this call. Wait a little, then try again.",
+}
+
+
+def wants_page(scope: Scope) -> bool:
+    """Whether a browser asks for an address that is no part of the API: it reads pages, not problem details."""
+    path = scope["path"]
+    if path.startswith("/v1/") or path in _API_PATHS:
+        return False
+    return "text/html" in Headers(scope=scope).get("accept", "")
+
+
+def problem_page(request: Request, problem: Problem) -> Response:
+    """`problem` as a page with its status and headers, what to do about it, and a link back."""
+    return page(
+        request,
+        "problem.html",
+        advice=_ADVICE.get(problem.status, "Go back and try again."),
+        back=_back(request),
+        code=problem.status,
+        headers=problem.headers,
+        problem=problem,
+    )
+
+
+def local_path(target: str) -> str:
+    """`target` if it is a path of this server, else the overview: nobody is sent elsewhere by a link or a sign-in."""
+    try:
+        parts = urlsplit(target) if target.isprintable() else None
+    except ValueError:
+        return "/"
+    if parts is None or parts.scheme or parts.netloc or "\\" in target:
+        return "/"
+    return target if target.startswith("/") and not target.startswith("//") else "/"
+
+
+def _back(request: Request) -> str:
+    """The page that led here where it is one of ours, else the overview."""
+    try:
+        came_from = urlsplit(request.headers.get("referer", ""))
+    except ValueError:
+        return "/"
+    if came_from.netloc.lower() != request.headers.get("host", "").lower():
+        return "/"
+    target = came_from.path + (f"?{came_from.query}" if came_from.query else "")
+    return "/" if came_from.path in ("", request.url.path) else local_path(target)
