@@ -101,7 +101,7 @@ class PlanService:
         mine = flight is None
         if flight is None:
             if len(self._flights) >= self._settings.max_queued_plannings:
-                raise self._busy("signatures are in planning", self._settings.max_queued_plannings)
+                raise self.busy("signatures are in planning", self._settings.max_queued_plannings)
             flight = self._take_off(PlanJob(signature, request, profile), cause)
         else:
             self._metrics.count("bucketplan_single_flight_waits_total")
@@ -275,7 +275,7 @@ class PlanService:
 
     async def _join(self, flight: asyncio.Task[tuple[Entry, bool]], seconds: float) -> tuple[Entry, bool]:
         if self._waiters >= self._settings.max_waiters:
-            raise self._busy("callers wait for planning", self._settings.max_waiters)
+            raise self.busy("callers wait for planning", self._settings.max_waiters)
         self._waiters += 1
         try:
             async with asyncio.timeout(seconds):
@@ -332,7 +332,8 @@ class PlanService:
             headers={"Retry-After": str(self._settings.retry_after_seconds)},
         )
 
-    def _busy(self, what: str, limit: int) -> Problem:
+    def busy(self, what: str, limit: int) -> Problem:
+        """What a caller is told who would be one more than `limit`: repeat later."""
         return Problem(
             "busy",
             f"{limit} {what}, the most that this server takes; repeat the call",

@@ -49,6 +49,9 @@ class Settings(BaseSettings):
     plan_wait_seconds: float = Field(25.0, ge=0, le=600, description="longest wait of a post before it answers 202")
     retry_after_seconds: int = Field(1, ge=0, description="Retry-After of 202 and 503 answers")
     max_waiters: int = Field(20_000, ge=1, description="posts that may wait for planning at once; above it 503")
+    max_status_waiters: int = Field(
+        1_000, ge=1, description="calls that may wait for an attempt to change at once; above it 503"
+    )
     max_queued_plannings: int = Field(256, ge=1, description="signatures that may be in planning at once; above it 503")
     planner_processes: int = Field(1, ge=1, le=64, description="processes that plan")
     planner_timeout_seconds: float = Field(

@@ -12,6 +12,12 @@ from bucketplan_core.epoch import Epoch
 from bucketplan_core.errors import DecodeError
 from bucketplan_core.wire import pack, unpack
 from bucketplan_server.jobs.status import attempt_status
+from bucketplan_server.store.arrivals import (
+    MAX_MEMBER_LISTS,
+    MAX_REPORT_BYTES_PER_RANK,
+    MAX_REPORTS_PER_RANK,
+    sort_arrivals,
+)
 from bucketplan_server.store.events import Cause
 from tests.support.documents import MSGPACK, SIZE, plan_body, small_request
 from tests.support.inprocess import in_process
@@ -375,3 +381,59 @@ def test_a_group_looks_at_its_own_ranks_reports_alone():
         return reports.passes
 
     assert passes(50) == passes(1)
+
+
+class TestLimitsOfARank:
+    """What one rank may store in one attempt, and what it is told beyond that."""
+
+    def refused(self, answer: httpx.Response) -> tuple[int, str, int, int]:
+        problem = unpack(answer.content)
+        return answer.status_code, problem["path"], problem["rank"], problem["limit"]
+
+    def test_reports(self, client):
+        open_attempt(client, "bounded", "a")
+        most = [RankReport(rank=0, slot="joint", ordinal=ordinal) for ordinal in range(MAX_REPORTS_PER_RANK)]
+        assert report(client, "bounded", 1, *most).status_code == 200
+        refused = report(client, "bounded", 1, most[3], RankReport(rank=0, slot="backward"), opened(1))
+        assert self.refused(refused) == (409, "body.reports[1].rank", 0, MAX_REPORTS_PER_RANK)
+        assert "open a new attempt" in unpack(refused.content)["detail"]
+        assert report(client, "bounded", 1, *most).status_code == 200, "what is stored may be repeated"
+        assert report(client, "bounded", 1, RankReport(rank=1, slot="joint")).status_code == 200
+        found = status(client, "bounded", 1)
+        assert (found["num_reports"], found["opening"]["num_opened"]) == (MAX_REPORTS_PER_RANK + 2, 1)
+        open_attempt(client, "bounded", "b")
+        assert report(client, "bounded", 2, RankReport(rank=0, slot="backward")).status_code == 200
+
+    def test_member_lists_of_a_role(self, client):
+        open_attempt(client, "listed", "a")
+
+        def member(ordinal: int, last: int, role: str = "fsdp", rank: int = 0) -> RankReport:
+            return RankReport(rank=rank, slot="joint", ordinal=ordinal, members={role: (rank, 100 + last)})
+
+        for ordinal in range(MAX_MEMBER_LISTS):
+            assert report(client, "listed", 1, member(ordinal, ordinal)).status_code == 200
+        refused = report(client, "listed", 1, opened(1), member(50, 50))
+        assert self.refused(refused) == (409, "body.reports[1].members.fsdp", 0, MAX_MEMBER_LISTS)
+        assert unpack(refused.content)["role"] == "fsdp"
+        taken = (member(51, 2), member(3, 3), member(52, 52, "ddp"), member(53, 53, rank=1))
+        assert report(client, "listed", 1, *taken).status_code == 200, (
+            "a list that is known, another role, another rank"
+        )
+        at_once = [member(ordinal, ordinal, rank=2) for ordinal in range(MAX_MEMBER_LISTS + 1)]
+        refused = report(client, "listed", 1, *at_once)
+        assert self.refused(refused) == (409, "body.reports[8].members.fsdp", 2, MAX_MEMBER_LISTS)
+
+    def test_bytes(self):
+        long = [RankReport(rank=0, slot="joint", ordinal=o, skipped=["x" * 2**20]) for o in range(17)]
+        found = sort_arrivals({}, [*long, RankReport(rank=1, slot="joint")])
+        assert [refused is None for refused in found.refused] == [True] * 15 + [False] * 2 + [True]
+        assert found.refused[15].fields == {"limit": MAX_REPORT_BYTES_PER_RANK, "rank": 0}
+        known = {(each.rank, each.slot, each.ordinal): encoded for each, encoded in found.new}
+        again = sort_arrivals(known, [long[0], long[15]])
+        assert [refused is None for refused in again.refused] == [True, False]
+
+    def test_a_report_that_differs_is_named_by_its_place(self, client):
+        open_attempt(client, "placed", "a")
+        assert report(client, "placed", 1, compiled(0)).status_code == 200
+        refused = unpack(report(client, "placed", 1, opened(0), compiled(0, digest="9" * 64)).content)
+        assert (refused["path"], refused["rank"]) == ("body.reports[1]", 0)

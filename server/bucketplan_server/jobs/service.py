@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
+from typing import Any
 
 import structlog
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
@@ -24,10 +25,12 @@ from bucketplan_core.request import Request
 from bucketplan_core.wire import WireValue, unpack
 from bucketplan_server.access.principal import bare_job
 from bucketplan_server.jobs.status import Difference, attempt_status
+from bucketplan_server.jobs.watch import Key, Reading, Watchers
 from bucketplan_server.metrics import Metrics
 from bucketplan_server.problems import Problem, refuse
 from bucketplan_server.service import PlanService
 from bucketplan_server.settings import Settings
+from bucketplan_server.store.arrivals import RefusedReport
 from bucketplan_server.store.engine import Store, StoreError
 from bucketplan_server.store.events import Cause
 from bucketplan_server.store.hardware import load_profile
@@ -53,7 +56,10 @@ __all__ = ["JobService", "Opened"]
 _KEPT_DIGESTS = 100_000
 _KEPT_STATES = 64
 _KEPT_PARTICIPANTS = 64
+_KEPT_ATTEMPTS = 64
+_KEPT_STATUSES = 16
 _MOST_COMPARED = 32
+_MOST_DECODED = 128
 _NS = 1_000_000_000
 _DAY_NS = 86_400 * _NS
 _PRUNE_EVERY_SECONDS = 3_600
@@ -89,6 +95,15 @@ class _Evidence:
     pruned: Pruned | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """The state of an attempt under one version, computed or being computed since `made_s` (monotonic)."""
+
+    version: str
+    made_s: float
+    made: asyncio.Task[Mapping[str, WireValue]]
+
+
 class JobService:
     """Attempts of jobs. Every method raises `Problem` for what a caller must be told."""
 
@@ -98,7 +113,13 @@ class JobService:
         self._plans = plans
         self._metrics = metrics
         self._defaults = settings.default_options
-        self._changed: dict[tuple[str, int], asyncio.Event] = {}
+        self.watchers = Watchers(
+            refresh_seconds=settings.refresh_seconds,
+            most=settings.max_status_waiters,
+            stopping=lambda: plans.stopping,
+        )
+        self._attempts: dict[Key, Attempt] = {}
+        self._shown: dict[Key, _Shown] = {}
         self._batches: dict[tuple[str, int, Cause], _Batch] = {}
         self._writing = asyncio.Lock()
         self._flushes: set[asyncio.Task[None]] = set()
@@ -173,8 +194,7 @@ class JobService:
             opened = AttemptRequest.read(Fields(unpack((await self.attempt(job, attempt)).request), "body"))
             expected = frozenset(rank for groups in opened.participants.values() for group in groups for rank in group)
             self._expected[job, attempt] = expected
-            while len(self._expected) > _KEPT_PARTICIPANTS:
-                del self._expected[next(iter(self._expected))]
+            _keep(self._expected, _KEPT_PARTICIPANTS)
         for index, one in enumerate(reports):
             if expected and one.rank not in expected:
                 raise Problem(
@@ -196,6 +216,10 @@ class JobService:
         await done
 
     async def attempt(self, job: str, attempt: int) -> Attempt:
+        """An attempt as it was opened; it never changes, so those asked for last are kept."""
+        kept = self._attempts.get((job, attempt))
+        if kept is not None:
+            return kept
         try:
             found = await load_attempt(self._store, job, attempt)
         except StoreError as error:
@@ -206,6 +230,8 @@ class JobService:
                 f"job {job!r} has no attempt {attempt}; its leader opens one with POST /v1/jobs/{job}/attempts",
                 fields={"job": job, "attempt": attempt},
             )
+        self._attempts[job, attempt] = found
+        _keep(self._attempts, _KEPT_ATTEMPTS)
         return found
 
     async def attempts(self, job: str, *, before: int | None, limit: int) -> list[Attempt]:
@@ -226,41 +252,55 @@ class JobService:
             raise Problem("unknown-epoch", f"no attempt was opened under epoch {epoch}", fields={"epoch": epoch})
         return found
 
-    async def version(self, attempt: Attempt) -> str:
-        """Changes whenever the state of the attempt does."""
+    async def reading(self, attempt: Attempt) -> Reading:
+        """What the store holds of the attempt now."""
         try:
             count, last_ns = await mark_of_reports(self._store, attempt.job, attempt.attempt)
         except StoreError as error:
             raise self._plans.store_unavailable(error) from None
         stalled = time.time_ns() - attempt.opened_ns >= self._stall_ns
-        return f"{attempt.epoch[:16]}-{count}-{last_ns:x}-{int(stalled)}"
+        return Reading(f"{attempt.epoch[:16]}-{count}-{last_ns:x}-{int(stalled)}", (count, last_ns))
 
-    async def wait_for_change(self, attempt: Attempt, seen: str, seconds: float) -> None:
-        """Returns when the version is no longer `seen`, or after `seconds`, or when the server is about to stop."""
+    async def wait_for_change(self, attempt: Attempt, seen: str, seconds: float) -> Reading:
+        """The first reading whose version is not `seen`, else the last after `seconds` or when the server is to stop.
+
+        All who wait for one attempt share one watcher of it; raises ``busy`` above `max_status_waiters`.
+        """
+        if self.watchers.is_full:
+            raise self._plans.busy("callers wait for attempts to change", self._settings.max_status_waiters)
         key = (attempt.job, attempt.attempt)
-        ends = time.monotonic() + seconds
-        while (left := ends - time.monotonic()) > 0 and not self._plans.stopping:
-            if await self.version(attempt) != seen:
-                return
-            changed = self._changed.setdefault(key, asyncio.Event())
-            try:
-                # Reports that reach another replica are seen at the next look.
-                async with asyncio.timeout(min(left, self._settings.refresh_seconds)):
-                    await changed.wait()
-            except TimeoutError:
-                continue
+        found = await self.watchers.wait(key, seen, seconds, lambda: self.reading(attempt))
+        return found or await self.reading(attempt)
 
-    async def status(self, attempt: Attempt) -> dict[str, WireValue]:
-        """The state of the attempt, computed from what is stored."""
+    async def status(self, attempt: Attempt, reading: Reading | None = None) -> Mapping[str, WireValue]:
+        """The state of the attempt, computed from what is stored, of `reading` or of now; not to be changed.
+
+        One that was computed under the same version within the last `refresh_seconds` is answered again: those whom a
+        change wakes share one. Only the time that an opening has waited moves within a version.
+        """
+        key = (attempt.job, attempt.attempt)
+        reading = reading or await self.reading(attempt)
+        shown, now = self._shown.get(key), time.monotonic()
+        if shown is None or shown.version != reading.version or now - shown.made_s >= self._settings.refresh_seconds:
+            made = asyncio.create_task(self._status(attempt, reading))
+            shown = _Shown(reading.version, now, made)
+            self._shown.pop(key, None)
+            self._shown[key] = shown
+            _keep(self._shown, _KEPT_STATUSES)
+            made.add_done_callback(lambda task: self._forget_failed(key, task))
+        # Shielded: the caller that began it may go away, others wait for it too.
+        return await asyncio.shield(shown.made)
+
+    async def _status(self, attempt: Attempt, reading: Reading) -> Mapping[str, WireValue]:
         try:
-            evidence = await self._evidence(attempt)
-            request = AttemptRequest.read(Fields(unpack(attempt.request), "body"))
+            evidence = await self._evidence(attempt, reading.mark)
             difference = await self._difference(evidence.reports)
         except StoreError as error:
             raise self._plans.store_unavailable(error) from None
-        state = await asyncio.to_thread(
-            lambda: attempt_status(
-                request.participants,
+
+        def compute() -> dict[str, WireValue]:
+            return attempt_status(
+                AttemptRequest.read(Fields(unpack(attempt.request), "body")).participants,
                 evidence.reports,
                 pruned=evidence.pruned,
                 opened_ns=attempt.opened_ns,
@@ -268,7 +308,8 @@ class JobService:
                 stall_ns=self._stall_ns,
                 difference=difference,
             )
-        )
+
+        state = await asyncio.to_thread(compute)
         return {
             "attempt": attempt.attempt,
             "epoch_id": attempt.epoch,
@@ -278,13 +319,18 @@ class JobService:
             **state,
         }
 
+    def _forget_failed(self, key: Key, task: asyncio.Task[Mapping[str, WireValue]]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            kept = self._shown.get(key)
+            if kept is not None and kept.made is task:
+                del self._shown[key]
+
     @property
     def _stall_ns(self) -> int:
         return int(self._settings.stall_seconds * _NS)
 
-    async def _evidence(self, attempt: Attempt) -> _Evidence:
+    async def _evidence(self, attempt: Attempt, mark: tuple[int, int]) -> _Evidence:
         key = (attempt.job, attempt.attempt)
-        mark = await mark_of_reports(self._store, *key)
         kept = self._states.get(key)
         if kept is not None and kept.mark == mark:
             return kept
@@ -292,20 +338,15 @@ class JobService:
         pruned = await load_pruned(self._store, *key)
         reports = await asyncio.to_thread(lambda: [RankReport.read(Fields(unpack(data), "report")) for data in encoded])
         found = self._states[key] = _Evidence(mark, reports, pruned)
-        while len(self._states) > _KEPT_STATES:
-            del self._states[next(iter(self._states))]
+        _keep(self._states, _KEPT_STATES)
         return found
 
     async def _difference(self, reports: Sequence[RankReport]) -> Difference:
         """Names the first differing field of two signatures that stand under one name (slot and ordinal).
 
-        Of each name the `_MOST_COMPARED` signatures that came first are known, so that a job cannot ask for more work.
+        Requests are decoded by what this answers, in the thread that calls it, and never on the event loop.
         """
-        slots: dict[tuple[str, int], dict[str, None]] = {}
-        for report in reports:
-            if report.signature is not None:
-                slots.setdefault((report.slot, report.ordinal), {})[report.signature] = None
-        wanted = {name for found in slots.values() if len(found) > 1 for name in islice(found, _MOST_COMPARED)}
+        wanted = await asyncio.to_thread(_compared, reports)
         encoded = await load_requests(self._store, wanted) if wanted else {}
 
         @cache
@@ -344,25 +385,23 @@ class JobService:
     async def _store_calls(self, job: str, attempt: int, calls: Sequence[_Call], cause: Cause) -> None:
         """Store the reports of these calls in one transaction and answer each; what this raises answers none."""
         reports = [report for call, _ in calls for report in call]
-        new, conflicts = await store_reports(self._store, job, attempt, reports, cause)
+        new, refusals = await store_reports(self._store, job, attempt, reports, cause)
         start = 0
         for call, done in calls:
-            conflict = next(filter(None, conflicts[start : start + len(call)]), None)
+            problem = _first_refusal(refusals[start : start + len(call)])
             start += len(call)
             if done.done():
                 continue
-            if conflict is None:
+            if problem is None:
                 done.set_result(None)
             else:
-                done.set_exception(_conflict(conflict))
+                done.set_exception(problem)
         self._metrics.tallies["bucketplan_reports_total", ""] += new
         if new:
-            for report, refused in zip(reports, conflicts, strict=True):
+            for report, refused in zip(reports, refusals, strict=True):
                 if refused is None:
                     self._watch(job, attempt, report)
-            changed = self._changed.pop((job, attempt), None)
-            if changed is not None:
-                changed.set()
+            self.watchers.changed((job, attempt))
 
     def _told(self, error: Exception) -> Exception:
         return self._plans.store_unavailable(error) if isinstance(error, StoreError) else error
@@ -429,12 +468,43 @@ def _conflict(conflict: Conflict) -> Problem:
     return Problem("conflict", str(conflict), fields={"path": conflict.path})
 
 
+def _first_refusal(refusals: Sequence[RefusedReport | None]) -> Problem | None:
+    """What the sender of these reports is told: of the first that was refused; the others are stored."""
+    for index, refused in enumerate(refusals):
+        if refused is not None:
+            path = f"body.reports[{index}].{refused.path}".rstrip(".")
+            return Problem("conflict", f"{path}: {refused.detail}", fields={**refused.fields, "path": path})
+    return None
+
+
 def _is_about_values(error: Exception) -> bool:
     """Whether the store could not take what it was given, rather than being away: another call may fare better."""
     if not isinstance(error, StoreError):
         return True
     cause = error.__cause__
     return isinstance(cause, DBAPIError) and not isinstance(cause, OperationalError | InterfaceError)
+
+
+def _compared(reports: Sequence[RankReport]) -> set[str]:
+    """Signatures to look into: where ranks differ under one name, of it the `_MOST_COMPARED` that came first.
+
+    Names are taken in their order until there are `_MOST_DECODED`, so that a job cannot ask for more work than that.
+    """
+    slots: dict[tuple[str, int], dict[str, None]] = {}
+    for report in reports:
+        if report.signature is not None:
+            slots.setdefault((report.slot, report.ordinal), {})[report.signature] = None
+    wanted: dict[str, None] = {}
+    for found in slots.values():
+        if len(found) > 1:
+            wanted.update(dict.fromkeys(islice(found, _MOST_COMPARED)))
+    return set(islice(wanted, _MOST_DECODED))
+
+
+def _keep(kept: dict[Key, Any], most: int) -> None:
+    """Drop what came first until `most` are left."""
+    while len(kept) > most:
+        del kept[next(iter(kept))]
 
 
 def _fail(calls: Sequence[_Call], error: BaseException) -> None:

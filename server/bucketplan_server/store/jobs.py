@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from bucketplan_core.epoch import Epoch
 from bucketplan_core.fields import Fields
 from bucketplan_core.wire import digest_of, pack, unpack
 from bucketplan_server.access.principal import SEPARATOR
+from bucketplan_server.store.arrivals import RefusedReport, sort_arrivals
 from bucketplan_server.store.engine import Store
 from bucketplan_server.store.events import Cause, append_event
 from bucketplan_server.store.plans import PLANNER_REVISION, insert_or_ignore
@@ -39,6 +41,8 @@ __all__ = [
 ]
 
 _RANKS_PER_QUERY = 200
+_SORTED_AT_ONCE = 200
+"""Above this, comparing reports takes milliseconds and goes to a thread."""
 _PRUNED = "reports.pruned"
 
 
@@ -214,56 +218,50 @@ async def load_attempts(store: Store, job: str, *, before: int | None, limit: in
 
 async def store_reports(
     store: Store, job: str, attempt: int, arrived: Sequence[RankReport], cause: Cause
-) -> tuple[int, list[Conflict | None]]:
+) -> tuple[int, list[RefusedReport | None]]:
     """Store what is new of these reports, in one transaction with one event.
 
-    Answers how many were new, and for each report whether its name was taken by another content.
+    Answers how many were new, and for each report why it was refused, see `sort_arrivals`.
     """
     now = time.time_ns()
-    conflicts: list[Conflict | None] = []
-    new: list[dict[str, object]] = []
-    listed: list[list[str | int]] = []
-    signatures: set[str] = set()
     async with store.write() as connection:
         known = await _known_reports(connection, job, attempt, {report.rank for report in arrived})
-        for report in arrived:
-            name = (report.rank, report.slot, report.ordinal)
-            encoded = pack(report.to_wire())
-            before = known.get(name)
-            if before is not None and before != encoded:
-                conflicts.append(
-                    Conflict(
-                        "reports", f"rank {report.rank} has reported {report.slot} {report.ordinal} differently before"
-                    )
-                )
-                continue
-            conflicts.append(None)
-            if before is None:
-                known[name] = encoded
-                new.append(
-                    {
-                        "job": job,
-                        "attempt": attempt,
-                        "rank": report.rank,
-                        "slot": report.slot,
-                        "ordinal": report.ordinal,
-                        "report": encoded,
-                        "received_ns": now,
-                    }
-                )
-                listed.append([report.rank, report.slot, report.ordinal, digest_of(encoded)])
-                if report.signature is not None:
-                    signatures.add(report.signature)
-        if new:
-            await connection.execute(insert(reports), new)
-            for signature in sorted(signatures):
-                await connection.execute(
-                    insert_or_ignore(connection, job_signatures).values(job=job, signature=signature)
-                )
-            await append_event(
-                connection, "reports.received", cause, at_ns=now, job=job, body={"attempt": attempt, "reports": listed}
-            )
-    return len(new), conflicts
+        few = len(known) + len(arrived) <= _SORTED_AT_ONCE
+        found = sort_arrivals(known, arrived) if few else await asyncio.to_thread(sort_arrivals, known, arrived)
+        if found.new:
+            await _insert_reports(connection, job, attempt, found.new, cause, now)
+    return len(found.new), found.refused
+
+
+async def _insert_reports(
+    connection: AsyncConnection,
+    job: str,
+    attempt: int,
+    new: Sequence[tuple[RankReport, bytes]],
+    cause: Cause,
+    now_ns: int,
+) -> None:
+    rows = [
+        {
+            "job": job,
+            "attempt": attempt,
+            "rank": report.rank,
+            "slot": report.slot,
+            "ordinal": report.ordinal,
+            "report": encoded,
+            "received_ns": now_ns,
+        }
+        for report, encoded in new
+    ]
+    await connection.execute(insert(reports), rows)
+    for signature in sorted({report.signature for report, _ in new if report.signature is not None}):
+        await connection.execute(insert_or_ignore(connection, job_signatures).values(job=job, signature=signature))
+    listed: list[list[str | int]] = [
+        [report.rank, report.slot, report.ordinal, digest_of(encoded)] for report, encoded in new
+    ]
+    await append_event(
+        connection, "reports.received", cause, at_ns=now_ns, job=job, body={"attempt": attempt, "reports": listed}
+    )
 
 
 async def prune_reports(store: Store, before_ns: int) -> int:

@@ -20,6 +20,7 @@ from bucketplan_server.http.bodies import read_document
 from bucketplan_server.http.describe import DIGEST, MAP, body_of, both, obj, problems
 from bucketplan_server.http.negotiation import body_encoding
 from bucketplan_server.http.state import State, cause_of
+from bucketplan_server.http.waiting import while_connected
 from bucketplan_server.problems import refuse
 from bucketplan_server.store.jobs import Attempt
 
@@ -168,7 +169,7 @@ async def list_attempts(
     responses={
         200: both(_STATUS, "the state"),
         304: {"description": "it is as the caller knows it"},
-        **problems("invalid-parameter", "not-acceptable", "unknown-attempt", "store-unavailable"),
+        **problems("invalid-parameter", "not-acceptable", "unknown-attempt", "busy", "store-unavailable"),
     },
 )
 async def get_attempt(
@@ -185,13 +186,14 @@ async def get_attempt(
     found = await state.jobs.attempt(caller.job(job), attempt)
     seen = request.headers.get("if-none-match", "").removeprefix("W/").strip('"')
     if seen and wait:
-        await state.jobs.wait_for_change(found, seen, wait)
+        reading = await while_connected(request, state.jobs.wait_for_change(found, seen, wait))
         state.access.check_again(request.scope)
-    version = await state.jobs.version(found)
-    headers = {"ETag": f'W/"{version}"', "Cache-Control": "no-cache", "Vary": "Accept"}
-    if seen == version:
+    else:
+        reading = await state.jobs.reading(found)
+    headers = {"ETag": f'W/"{reading.version}"', "Cache-Control": "no-cache", "Vary": "Accept"}
+    if seen == reading.version:
         return Response(status_code=304, headers=headers)
-    shown = {**await state.jobs.status(found), "job": caller.shown(found.job)}
+    shown = {**await state.jobs.status(found, reading), "job": caller.shown(found.job)}
     return answer(shown, encoding, headers=headers)
 
 
