@@ -105,6 +105,16 @@ class TestSystemd:
         (files,) = re.findall(r"^LimitNOFILE=(\d+)$", UNIT.read_text(), re.MULTILINE)
         assert int(files) > 2 * settings.expected_connections
 
+    def test_the_guide_makes_the_user_of_the_unit_and_runs_commands_as_that_one(self):
+        (user,) = re.findall(r"^User=(\w+)$", UNIT.read_text(), re.MULTILINE)
+        assert "DynamicUser" not in UNIT.read_text(), "its state would lie where only root can reach it"
+        guide = TestGuide.GUIDE.partition("## systemd")[2].partition("\n## ")[0]
+        assert re.search(rf"useradd .* {user}$", guide, re.MULTILINE)
+        commands = re.findall(r"^ +(.*--database /var/lib/.*)$", guide, re.MULTILINE)
+        assert commands
+        for line in commands:
+            assert line.startswith(f"sudo -u {user} /opt/bucketplan/bin/bucketplan-server "), line
+
 
 class TestPrometheus:
     def test_promtool_accepts_the_rules_and_the_scrape_configuration(self):

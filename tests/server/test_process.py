@@ -137,6 +137,15 @@ class TestSettings:
         assert str(tmp_path / "no") in done.stderr
         assert "Traceback" not in done.stderr
 
+    @pytest.mark.parametrize("command", [["serve"], ["migrate"], ["token", "create", "me", "--role", "rank"]])
+    def test_a_folder_that_cannot_be_written_is_named(self, tmp_path, command):
+        # A folder in the place of the lock: root, who runs the tests of many, may write everywhere else.
+        (tmp_path / "x.db.lock").mkdir()
+        done = run_cli(*command, "--database", str(tmp_path / "x.db"))
+        assert done.returncode == 1
+        (line,) = done.stderr.splitlines()
+        assert f"{tmp_path}/x.db.lock cannot be written" in line
+
 
 def test_migrate_and_version_say_what_they_did(tmp_path):
     database = tmp_path / "new.db"

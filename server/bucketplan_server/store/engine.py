@@ -223,7 +223,12 @@ def _lock_file(path: Path) -> FileLock:
     if not path.absolute().parent.is_dir():
         raise StoreError(f"the folder {path.absolute().parent} does not exist; make it, or set BUCKETPLAN_DATABASE")
     lock = FileLock(path.absolute())
-    lock.acquire()
+    try:
+        lock.acquire()
+    except OSError as error:
+        raise StoreError(
+            f"{error.filename} cannot be written: {error.strerror}; run this as the server's user"
+        ) from None
     return lock
 
 
