@@ -165,6 +165,13 @@ def unknown_group(build: GraphBuilder) -> tuple[fx.Node, list[fx.Node]]:
     return launch, [build.wait(launch)]
 
 
+def kind_mismatch(build: GraphBuilder) -> tuple[fx.Node, list[fx.Node]]:
+    wait = build.wait(build.all_gather(build.tensor("w", (2, 3)), RANKS, "dp"))
+    launch = build.all_reduce(build.tensor("g", (8, 3)), "sum", "dp")
+    launch.meta["comm_type"] = "fsdp_all_gather"
+    return launch, [wait, build.wait(launch)]
+
+
 CASES = (
     absolute_view,
     already_bucketed,
@@ -172,6 +179,7 @@ CASES = (
     dead_wait,
     device_copy,
     group_size_mismatch,
+    kind_mismatch,
     no_wait,
     read_before_wait,
     several_waits,
@@ -201,6 +209,21 @@ def test_what_is_not_proved_safe_is_left_alone_by_its_rule(case: Any) -> None:
     assert skipped.reason
     recorded = {fixed.skipped for fixed in description.request.fixed}
     assert rule in recorded, "the service is not told"
+
+
+WIDER = {
+    "copy": lambda build, flat: build.call(aten.view_copy.dtype, flat, torch.float32),
+    "method": lambda build, flat: build.method("view", flat, torch.float32),
+}
+
+
+@pytest.mark.parametrize("view", WIDER)
+def test_wider_elements_are_seen_in_every_kind_of_view(view: str) -> None:
+    build = GraphBuilder()
+    launch, wait = reduced(build, build.tensor("g", (4, 6), torch.bfloat16))
+    launch.meta["comm_type"] = "fsdp_reduce_scatter"
+    wide = WIDER[view](build, build.call(aten.view.default, wait, [6]))
+    assert rules(described(build.module(wide))) == {launch.name: "wider-view"}
 
 
 def test_every_rule_of_the_capture_has_its_case() -> None:
@@ -415,3 +438,65 @@ def test_collectives_with_lists_and_in_place_are_never_candidates() -> None:
     description = described(build.module(many, in_place))
     assert description.request.candidates == ()
     assert [fixed.kind for fixed in description.request.fixed] == ["all_gather_coalesced"]
+
+
+def test_an_all_reduce_that_comes_first_says_nothing_about_the_size_of_its_group() -> None:
+    build = GraphBuilder()
+    replicated = build.wait(build.all_reduce(build.tensor("r", (8, 3)), "sum", "dp"))
+    _, first = reduced(build, build.tensor("g", (8, 3)))
+    _, second = reduced(build, build.tensor("h", (8, 3)))
+    description = described(build.module(replicated, first, second), phase="backward")
+    assert [candidate.kind for candidate in description.request.candidates] == [
+        "dp_all_reduce",
+        "fsdp_reduce_scatter",
+        "fsdp_reduce_scatter",
+    ]
+    assert [candidate.group_size for candidate in description.request.candidates] == [RANKS] * 3
+
+
+def test_outputs_by_name_are_outputs() -> None:
+    build = GraphBuilder()
+    _, first = reduced(build, build.tensor("g", (8, 3)))
+    _, second = reduced(build, build.tensor("h", (8, 3)))
+    module = build.module(first, second)
+    module.graph.output_node().args = ({"loss": None, "grads": {"w": first, "v": (second,)}},)
+    assert [candidate.ordinal for candidate in described(module).request.candidates] == [1, 2]
+
+
+def test_groups_resolved_by_keyword_are_as_many_as_their_dimensions() -> None:
+    build = GraphBuilder()
+    mesh = build.opaque("mesh")
+    groups = [build.mesh_group(mesh, dim) for dim in (0, 1)]
+    for dim, group in enumerate(groups):
+        group.args, group.kwargs = (mesh,), {"dim": dim}
+    waits = [build.wait(build.all_gather(build.tensor(f"w{n}", (2, 3)), RANKS, groups[n % 2])) for n in range(4)]
+    description = described(build.module(*[build.call(aten.neg.default, wait) for wait in waits]))
+    assert [candidate.group for candidate in description.request.candidates] == ["g0", "g1", "g0", "g1"]
+
+
+def test_a_role_that_looks_like_a_numbered_one_stays_apart() -> None:
+    build = GraphBuilder()
+    waits = [build.wait(build.all_gather(build.tensor(f"w_{name}", (2, 3)), RANKS, name)) for name in "abc"]
+    module = build.module(*[build.call(aten.neg.default, wait) for wait in waits])
+    description = described(module, roles={"a": "fsdp", "b": "fsdp#2", "c": "fsdp"})
+    assert [candidate.group for candidate in description.request.candidates] == ["fsdp", "fsdp#2", "fsdp#3"]
+
+
+@pytest.mark.parametrize(
+    ("path", "module"),
+    [
+        ("L['self'].layers.0", "layers.0"),
+        ("L['self'].layers[0]", "layers.0"),
+        ("self.layers.0", "layers.0"),
+        ("L['self']", None),
+        ("self_attn.q_proj", "self_attn.q_proj"),
+        ("layers.0.self_attn", "layers.0.self_attn"),
+        ("selfish", "selfish"),
+    ],
+)
+def test_only_the_model_itself_is_taken_off_a_module_path(path: str, module: str | None) -> None:
+    build = GraphBuilder()
+    launch = build.all_gather(build.tensor("w", (2, 3)), RANKS, "dp")
+    launch.meta["nn_module_stack"] = {"": (path, "Linear")}
+    (candidate,) = described(build.module(build.call(aten.neg.default, build.wait(launch)))).request.candidates
+    assert candidate.module_fqns == (() if module is None else (module,))

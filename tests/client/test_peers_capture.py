@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from bucketplan_client.capture.describe import describe_graph
+from bucketplan_client.capture.parse import group_key
 from tests.support.fxgraphs import GraphBuilder, aten
 from tests.support.peer_cases import (
     GRID,
@@ -136,8 +137,7 @@ def test_a_group_may_be_a_node() -> None:
     assert done.description.local_groups == {"g0": None}
     (launch,) = launches(gm)
     assert launch.args[2] is group
-    key = (str(group.target), ("mesh", "0"))
-    assert_same_results(original, gm, build.draw_inputs(RANKS, 7), {key: WORLD["dp"]})
+    assert_same_results(original, gm, build.draw_inputs(RANKS, 7), {group_key(group): WORLD["dp"]})
 
 
 def test_groups_that_cannot_be_looked_up_need_no_look_up() -> None:

@@ -33,7 +33,6 @@ class GroupRoles:
         self._role_of: dict[Any, str] = {}
         self._groups: dict[str, Group] = {}
         self.local_names: dict[str, str | None] = {}
-        taken: dict[str, int] = {}
         numbered = 0
         for collective in collectives:
             key = group_key(collective.group)
@@ -50,8 +49,10 @@ class GroupRoles:
                 wanted = f"g{numbered}"
                 numbered += 1
                 strides = _strides(collective.group)
-            taken[wanted] = taken.get(wanted, 0) + 1
-            role = wanted if taken[wanted] == 1 else f"{wanted}#{taken[wanted]}"
+            role, number = wanted, 1
+            while role in self._groups:  # by its own name, or by a number that somebody gave out as a name
+                number += 1
+                role = f"{wanted}#{number}"
             self._role_of[key] = role
             self.local_names[role] = collective.group if isinstance(collective.group, str) else None
             self._groups[role] = Group(role=role, size=_known_size(collective) or 1, strides=strides)

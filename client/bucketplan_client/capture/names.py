@@ -13,7 +13,7 @@ from bucketplan_client.capture.recognize import Recognised
 
 __all__ = ["module_fqns_of", "module_of", "parameter_name"]
 
-_MODULE_PREFIX = re.compile(r"^L?\[?'?self'?\]?\.?")
+_MODULE_PREFIX = re.compile(r"^(?:L\[['\"]self['\"]\]|self)(?:\.|(?=\[)|$)")
 _INDEXING = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
 
 

@@ -76,5 +76,6 @@ def parse_collective(node: fx.Node) -> Collective | None:
 def group_key(group: Any) -> Any:
     """What makes two group arguments the same group within one graph: the name, or the call that resolves it."""
     if isinstance(group, fx.Node):
-        return (str(group.target), tuple(str(arg) for arg in group.args))
+        named = tuple((name, str(value)) for name, value in sorted(group.kwargs.items()))
+        return (str(group.target), tuple(str(arg) for arg in group.args), named)
     return group

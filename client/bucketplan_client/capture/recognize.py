@@ -12,7 +12,7 @@ and is listed with the rule that held it back.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +43,10 @@ aten = torch.ops.aten
 _ACCUMULATION_OPS = frozenset({aten.add, aten.add_})
 _SCALING_OPS = frozenset({aten.mul, aten.mul_, aten.div, aten.div_})
 _COPYING_OPS = frozenset({aten.clone, aten.contiguous})
+_ELEMENT_VIEWS = frozenset({aten.view, aten.view_copy, "view"})
 _STORAGE_CHANGING = ("resize", "set_", "free")
 _KIND_OF_OP = {"reduce_scatter": "fsdp_reduce_scatter", "all_reduce": "dp_all_reduce"}
+_OP_OF_KIND = dict.fromkeys(ALL_GATHER_KINDS, "all_gather") | {kind: op for op, kind in _KIND_OF_OP.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,10 @@ def recognise(
         if collective.node not in kinds:
             continue
         kind, annotated_here, source, slot = kinds[collective.node]
-        expected = sizes.setdefault(group_key(collective.group), _group_size(collective))
+        key = group_key(collective.group)
+        if sizes.get(key) is None:
+            sizes[key] = _group_size(collective)  # none of an all-reduce, which does not say it
+        expected = sizes[key]
         verdict = _why_unsafe(collective, kind, storage, expected, compute_ops)
         if isinstance(verdict, tuple):
             skipped[collective.node] = verdict
@@ -234,6 +239,9 @@ def _output_slots(output: fx.Node) -> dict[fx.Node, int]:
         if isinstance(value, list | tuple):
             stack.extend(reversed(value))
             continue
+        if isinstance(value, Mapping):
+            stack.extend(reversed(list(value.values())))
+            continue
         if isinstance(value, fx.Node):
             slots.setdefault(value, count)
         count += 1
@@ -280,6 +288,8 @@ def _why_unsafe(
     compute_ops: Collection[str],
 ) -> _Facts | tuple[str, str]:
     node = collective.node
+    if collective.op != _OP_OF_KIND[kind]:
+        return "kind-mismatch", f"it is annotated as {kind!r}, but it is an operation {collective.op!r}"
     if "fsdp_bucket_id" in node.meta:
         return "already-bucketed", f"belongs to bucket {node.meta['fsdp_bucket_id']!r}"
     if not collective.waits:
@@ -361,7 +371,7 @@ def _reads_wider(user: fx.Node, dtype: torch.dtype) -> bool:
     if packet is aten.view_as_complex:
         return True
     wanted = [value for value in (*user.args, *user.kwargs.values()) if isinstance(value, torch.dtype)]
-    return packet is aten.view and any(found.itemsize > dtype.itemsize for found in wanted)
+    return packet in _ELEMENT_VIEWS and any(found.itemsize > dtype.itemsize for found in wanted)
 
 
 def _reads_at_offset(user: fx.Node) -> bool:
