@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bucketplan_client.calibrate.fit import Sample, fit_collective, round_figure
+from bucketplan_client.calibrate.__main__ import main as run_rank
+from bucketplan_client.calibrate.fit import LatencyTooLong, Sample, fit_collective, round_figure
 from bucketplan_client.calibrate.job import CalibrationPlan, calibrate
 from bucketplan_client.calibrate.report import error_line, report_lines, save_plot, terminal_plot
 from bucketplan_core.cost import CollectiveModel
@@ -77,10 +78,20 @@ def test_times_that_no_envelope_follows_and_times_of_zero_are_warned_of():
 
 
 def test_a_latency_that_no_profile_holds_is_named():
-    with pytest.raises(
-        ValueError, match=r"all_gather: a latency of \d+ ns was fitted, a profile holds at most 2\*\*50"
-    ):
+    with pytest.raises(LatencyTooLong, match=r"all_gather: a latency of \d+ ns was fitted") as caught:
         fit_collective("all_gather", 8, [Sample(2**50, 2**60), Sample(2**53, 2**62)])
+    assert caught.value.alpha_ns > caught.value.most_ns == 2**50
+
+
+def test_a_rank_of_the_job_says_what_was_measured_and_what_to_do(monkeypatch, capsys):
+    def measure(*_, **__):
+        raise LatencyTooLong("all_gather", 2**60)
+
+    monkeypatch.setattr("bucketplan_client.calibrate.__main__.run_job", measure)
+    assert run_rank(["--name", "x"]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("calibrate: all_gather: a latency of 1152921504606846976 ns was fitted")
+    assert "measure again" in message
 
 
 @given(st.floats(0, 1e15))

@@ -247,6 +247,7 @@ class TestForm:
             ("activate", A.signature, "--revision", "1", "--reason", "r", "--job", ""),
             ("replan", A.signature, "--reason", " ", "--set", "prefetch=1"),
             ("replan", "", "--reason", "r", "--set", "prefetch=1"),
+            ("calibrate", "--store", "a", "--reason", " "),
         ],
     )
     def test_unset_variable_is_wrong_usage_and_never_the_only_plan(self, server, arguments):

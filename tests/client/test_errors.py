@@ -14,6 +14,7 @@ import pytest
 import bucketplan_client
 from bucketplan_client import errors
 from bucketplan_client.arguments import BadArgument
+from bucketplan_client.calibrate.fit import LatencyTooLong
 from bucketplan_client.errors import ClientError, Problem, Where
 from bucketplan_client.inductor_options import CompileConflict
 from bucketplan_client.rewrite.errors import RewriteError, StalePlan
@@ -41,6 +42,7 @@ SAMPLES: list[ClientError] = [
     errors.FallbackRefused("foreign-planner", "auto/9 is not here"),
     errors.PassFailed("describe", ValueError("odd graph")),
     BadArgument("exclude", "*.bias", "a list of texts", remedy="Write exclude=['*.bias']"),
+    LatencyTooLong("all_gather", 2**60),
     CompileConflict("suppress_errors", True, "failures are hidden", remedy="Set it to False"),
     PipelineConflict("ep_overlap", True, "it moves the same collectives", remedy="Switch it off"),
     RewriteError("wait_3", "its input would come after it"),

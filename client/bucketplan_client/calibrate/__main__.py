@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from bucketplan_client.calibrate.job import CalibrationPlan, run_job
+from bucketplan_client.errors import ClientError
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
             matrix_size=given.matrix_size,
         )
         lines = run_job(plan, output=given.output, plot=given.plot)
-    except (RuntimeError, ValueError) as error:
+    except (ClientError, RuntimeError, ValueError) as error:
         sys.stderr.write(f"calibrate: {error}\n")
         return 2
     if lines:

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 from statistics import fmean
 
+from bucketplan_client.errors import ClientError
 from bucketplan_core.cost import CollectiveModel
 from bucketplan_core.hardware import Protocol
 
-__all__ = ["FittedOp", "Sample", "fit_collective", "round_figure"]
+__all__ = ["FittedOp", "LatencyTooLong", "Sample", "fit_collective", "round_figure"]
 
 _MAX_LINES = 3
 _WORTH = 0.8
@@ -25,6 +26,19 @@ _MAX_RATE = 2**50
 _MAX_ALPHA_NS = 2**50
 _CONVEX = 1.5
 """From this ratio of slopes on, between the larger half of the sizes and the smaller, times are called convex."""
+
+
+class LatencyTooLong(ClientError):
+    """The measured times of `op` say that a launch takes `alpha_ns`, more than the `most_ns` that a profile holds."""
+
+    def __init__(self, op: str, alpha_ns: int, *, most_ns: int = _MAX_ALPHA_NS) -> None:
+        self.op = op
+        self.alpha_ns = alpha_ns
+        self.most_ns = most_ns
+        super().__init__(
+            f"{op}: a latency of {alpha_ns} ns was fitted, a profile holds at most {most_ns} ns",
+            remedy="Look at the clocks of the hosts and at what hung during the measurement, and measure again",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +83,8 @@ class FittedOp:
 def fit_collective(op: str, group_size: int, samples: Sequence[Sample], held_out: Sequence[Sample] = ()) -> FittedOp:
     """Fit `samples` and report the errors on them and on `held_out`, sizes that the fit has not seen.
 
-    Raises `ValueError` for fewer than two sizes, for a group of one rank, which sends nothing, and for a latency above
-    2**50 ns, which no profile holds.
+    Raises `ValueError` for fewer than two sizes and for a group of one rank, which sends nothing, and `LatencyTooLong`
+    for a latency above 2**50 ns, which no profile holds.
     """
     if group_size < 2:
         raise ValueError(f"a group of {group_size} rank sends nothing that could be fitted; measure on two or more")
@@ -94,7 +108,7 @@ def fit_collective(op: str, group_size: int, samples: Sequence[Sample], held_out
     protocols = best[1]
     for protocol in protocols:
         if protocol.alpha_ns > _MAX_ALPHA_NS:
-            raise ValueError(f"{op}: a latency of {protocol.alpha_ns} ns was fitted, a profile holds at most 2**50")
+            raise LatencyTooLong(op, protocol.alpha_ns)
     return FittedOp(
         op=op,
         group_size=group_size,
