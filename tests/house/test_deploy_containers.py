@@ -219,6 +219,20 @@ class TestKubernetes:
         assert base_settings()[SECRETS_VARIABLE] == mounts["secrets"]
         assert {volume["name"] for volume in pod["volumes"]} == set(mounts)
 
+    def test_the_network_lets_in_to_the_port_of_the_server_and_out_to_its_database(self):
+        (container,) = base_manifests()["Deployment"]["spec"]["template"]["spec"]["containers"]
+        (port,) = container["ports"]
+        assert port["containerPort"] == settings_of(base_settings()).port
+        rules = base_manifests()["NetworkPolicy"]["spec"]
+        assert [entry["port"] for rule in rules["ingress"] for entry in rule["ports"]] == [port["name"]]
+        assert base_manifests()["Service"]["spec"]["ports"][0]["targetPort"] == port["name"]
+        assert {entry["port"] for rule in rules["egress"] for entry in rule["ports"]} == {53, 5432}
+
+    def test_a_drain_of_nodes_never_takes_every_replica(self):
+        budget = base_manifests()["PodDisruptionBudget"]["spec"]
+        assert budget["maxUnavailable"] < base_manifests()["Deployment"]["spec"]["replicas"]
+        assert budget["unhealthyPodEvictionPolicy"] == "AlwaysAllow", "what is not ready must not hold up a drain"
+
     def test_everything_selects_the_pods_of_the_deployment(self):
         manifests = base_manifests()
         labels = manifests["Deployment"]["spec"]["template"]["metadata"]["labels"].items()

@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from bucketplan_client.cli.main import app as client_app
 from bucketplan_server.cli import app as server_app
 from bucketplan_server.settings import SECRETS_VARIABLE, Settings
 from tests.support.deploy import DEPLOY, load_yaml, settings_of, stopping_seconds
+from tests.support.documents import MSGPACK, plan_body, small_request
 from tests.support.nginx import check_configuration, write_configuration
 from tests.support.paths import ROOT
 from tests.support.server import RunningServer, running_server
@@ -202,3 +204,34 @@ class TestGuide:
     def test_its_links_lead_somewhere(self):
         for target in re.findall(r"\]\(([^)#]+)\)", self.GUIDE):
             assert (DEPLOY / target).exists(), target
+
+
+def test_backup_and_restore_as_the_guide_writes_them_give_the_same_plans(tmp_path):
+    section = TestGuide.GUIDE.partition("## Backup and restore")[2].partition("PostgreSQL")[0]
+    commands = re.findall(r"^ {4}(sudo .*)$", section, re.MULTILINE)
+    stop, start = (commands.index(f"sudo systemctl {verb} bucketplan-server") for verb in ("stop", "start"))
+
+    def follow(lines: list[str]) -> None:
+        for line in lines:
+            words = line.replace("sudo -u bucketplan ", "").replace("/var/lib/bucketplan", str(tmp_path))
+            run(
+                "bash",
+                "-c",
+                words.replace("/opt/bucketplan/bin/bucketplan-server", f"{sys.executable} -m bucketplan_server"),
+            )
+
+    with (
+        running_server(tmp_path, database=tmp_path / "plans.db") as server,
+        httpx.Client(base_url=server.url, headers=MSGPACK, timeout=60) as client,
+    ):
+        kept, later = small_request(1), small_request(2)
+        client.post("/v1/plans", content=plan_body(kept)).raise_for_status()
+        served = client.get(f"/v1/plans/{kept.signature}").content
+        follow(commands[:stop])
+        client.post("/v1/plans", content=plan_body(later)).raise_for_status()
+        assert server.terminate() == 0
+        follow(commands[stop + 1 : start])
+        server.start()
+        assert client.get(f"/v1/plans/{kept.signature}").content == served
+        assert client.get(f"/v1/plans/{later.signature}").status_code == 404, "this is the state of the backup"
+        assert server.metric("bucketplan_plannings_total", outcome="stored") == 0
