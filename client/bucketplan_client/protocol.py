@@ -12,7 +12,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 __all__ = [
     "Exchange",
@@ -30,39 +30,36 @@ __all__ = [
 
 T = TypeVar("T")
 
+# Steps cross no wire and are never compared; a NamedTuple is made in an eighth of the time of a frozen dataclass.
 
-@dataclass(frozen=True, slots=True)
-class Put:
+
+class Put(NamedTuple):
     """Write `value` under `key`, over whatever stands there. Result: None."""
 
     key: str
     value: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class PutOnce:
+class PutOnce(NamedTuple):
     """Write `value` under `key` unless something stands there. Result: what stands there now."""
 
     key: str
     value: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Get:
+class Get(NamedTuple):
     """Read `key` without waiting. Result: its value, None where there is none."""
 
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class GetMany:
+class GetMany(NamedTuple):
     """Read `keys`, all of which are there. Result: their values in order."""
 
     keys: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """Wait until every key is there, at most until the moment `until`. Result: the keys that are missing then."""
 
     keys: tuple[str, ...]
