@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import zlib
 from collections.abc import AsyncIterator, Callable
 
@@ -19,6 +20,8 @@ __all__ = ["PlanBody", "read_body", "read_document", "read_plan_body", "too_larg
 _GZIP_WINDOW = 16 + zlib.MAX_WBITS
 MAX_DOCUMENT_BYTES = 2**20
 """Largest body of the small calls (attempts, reports, operators): they are decoded beside the hot path."""
+_DECODED_AT_ONCE_BYTES = 2**15
+"""Above this, decoding takes milliseconds and goes to a thread."""
 
 
 def too_large(limit: int) -> Problem:
@@ -128,7 +131,8 @@ async def read_document(request: Request, *, path: str = "body") -> Fields:
     encoding = body_encoding(request.headers.get("content-type"))
     data = await read_body(request, limit=MAX_DOCUMENT_BYTES)
     try:
-        tree: WireValue = unpack(data) if encoding == "msgpack" else from_json(data)
+        decode: Callable[[bytes], WireValue] = unpack if encoding == "msgpack" else from_json
+        tree = await asyncio.to_thread(decode, data) if len(data) > _DECODED_AT_ONCE_BYTES else decode(data)
         return Fields(tree, path)
     except DecodeError as error:
         raise refuse(error, document=path).problem() from None

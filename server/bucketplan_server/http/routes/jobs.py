@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query
@@ -31,6 +33,8 @@ router = APIRouter()
 Job = Annotated[str, Path(pattern=JOB_PATTERN, description="name of the job; NAMESPACE~JOB with an unscoped token")]
 Number = Annotated[int, Path(ge=1, le=MAX_RANK, description="number of the attempt")]
 _MAX_REPORTS = 20_000
+_READ_AT_ONCE = 100
+"""Above this, reading reports takes milliseconds and goes to a thread."""
 _TEXT = {"type": "string"}
 _COUNT = {"type": "integer"}
 _RANKS = {"type": "array", "items": _COUNT}
@@ -225,7 +229,8 @@ async def post_reports(request: Request, state: State, caller: Caller, job: Job,
     try:
         listed = fields.array("reports", limit=_MAX_REPORTS)
         fields.finish()
-        reports = [RankReport.read(Fields(value, f"body.reports[{index}]")) for index, value in enumerate(listed)]
+        many = len(listed) > _READ_AT_ONCE
+        reports = await asyncio.to_thread(_read_reports, listed) if many else _read_reports(listed)
     except BucketplanError as error:
         raise refuse(error).problem() from None
     await state.jobs.report(caller.job(job), attempt, reports, cause_of(request, "report"))
@@ -251,6 +256,10 @@ async def get_epoch(
     found = await state.jobs.epoch(epoch, namespace=caller.namespace)
     headers = {"ETag": f'"{epoch}"' if encoding == "msgpack" else f'W/"{epoch}"', "Vary": "Accept"}
     return answer(found.to_wire(), encoding, headers={**headers, "Cache-Control": "max-age=31536000, immutable"})
+
+
+def _read_reports(listed: Sequence[WireValue]) -> list[RankReport]:
+    return [RankReport.read(Fields(value, f"body.reports[{index}]")) for index, value in enumerate(listed)]
 
 
 def _brief(attempt: Attempt) -> dict[str, WireValue]:
