@@ -18,6 +18,8 @@ from pathlib import Path
 import httpx
 
 from bucketplan_core.collectives import Options
+from bucketplan_server import cli_tokens
+from bucketplan_server.settings import load_settings
 from tests.benchmarks.harness import Result
 from tests.support.documents import MSGPACK, plan_body, small_request
 from tests.support.load import request_bytes, send_all
@@ -26,6 +28,8 @@ from tests.support.server import RunningServer, free_port, running_server
 
 ROUNDS = 15
 REQUESTS_A_ROUND = 600
+CPU_ROUNDS = 5
+CPU_REQUESTS_A_ROUND = 100
 HERD_CONNECTIONS = 2_000
 HERD_PLANNING_SECONDS = 2.0
 KNOWN_REQUESTS = 10_000
@@ -86,22 +90,57 @@ def answer_length(port: int, payload: bytes) -> int:
         return len(head) + 4 + length
 
 
-def hot_get_ratios(folder: Path) -> dict[str, float]:
-    """Bare CPU a request over ours, alternating in one run, by size."""
+def hot_get_ratios(folder: Path) -> tuple[dict[str, float], dict[str, float]]:
+    """Bare CPU a request over ours, alternating in one run, by size, without and with a token; and CPU of other calls.
+
+    The token is a rank's in a namespace, as fleets have one. The other calls are in microseconds of the server's CPU.
+    """
     ratios: dict[str, float] = {}
+    accept = {"Accept": "application/msgpack"}
     with running_server(folder) as server:
-        paths, bodies = {}, {}
+        paths, bodies, posts = {}, {}, {}
         for name, num_candidates in NUM_CANDIDATES.items():
             request = small_request(1, num_candidates=num_candidates, options=ALONE)
-            posted = httpx.post(f"{server.url}/v1/plans", content=plan_body(request), headers=MSGPACK, timeout=60)
+            posts[name] = plan_body(request)
+            posted = httpx.post(f"{server.url}/v1/plans", content=posts[name], headers=MSGPACK, timeout=60)
             posted.raise_for_status()
             paths[name], bodies[name] = f"/v1/plans/{request.signature}", posted.content
         with bare_server(folder, list(bodies.values())) as (bare_port, bare_pid):
-            for index, name in enumerate(NUM_CANDIDATES):
-                ours = request_bytes("GET", paths[name], {"Accept": "application/msgpack"})
-                bare = request_bytes("GET", f"/{index}", {"Accept": "application/msgpack"})
-                ratios[name] = _ratio((server.port, server.pid, ours), (bare_port, bare_pid, bare))
-    return ratios
+            token: dict[str, str] = {}
+            for suffix in ("", "_token"):
+                if suffix:
+                    token["Authorization"] = f"Bearer {make_rank_token(server)}"
+                for index, name in enumerate(NUM_CANDIDATES):
+                    ours = request_bytes("GET", paths[name], accept | token)
+                    bare = request_bytes("GET", f"/{index}", accept | token)
+                    ratios[name + suffix] = _ratio((server.port, server.pid, ours), (bare_port, bare_pid, bare))
+        calls = {f"hot_get_{name}": request_bytes("GET", path, accept | token) for name, path in paths.items()}
+        calls["unknown_get"] = request_bytes("GET", f"/v1/plans/{'0' * 64}", accept | token)
+        calls["known_post_50k"] = request_bytes("POST", "/v1/plans", MSGPACK | token, posts["50k"])
+        return ratios, {name: cpu_us(server, payload) for name, payload in calls.items()}
+
+
+def make_rank_token(server: RunningServer) -> str:
+    """The secret of a rank's token in a namespace; from when this returns the server needs one."""
+    settings = load_settings(database=server.database)
+    secret = cli_tokens.create(settings, "fleet", role="rank", namespace="team", expires="90d", reason="benchmark")
+    path = f"{server.url}/v1/plans/{'0' * 64}"
+    assert httpx.get(path).status_code == 401
+    assert httpx.get(path, headers={"Authorization": f"Bearer {secret}"}).status_code == 404
+    return secret
+
+
+def cpu_us(server: RunningServer, payload: bytes) -> float:
+    """CPU of the server process a request, in microseconds."""
+    found = []
+    length = answer_length(server.port, payload)
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        for number in range(-1, CPU_ROUNDS):
+            before = cpu_ns(server.pid)
+            ask(connection, payload, length, CPU_REQUESTS_A_ROUND)
+            if number >= 0:
+                found.append((cpu_ns(server.pid) - before) / CPU_REQUESTS_A_ROUND / 1_000)
+    return statistics.median(found)
 
 
 def _ratio(ours: tuple[int, int, bytes], bare: tuple[int, int, bytes]) -> float:
@@ -142,7 +181,7 @@ def herd(server: RunningServer) -> tuple[int, int]:
 
 def run() -> Result:
     with tempfile.TemporaryDirectory() as folder:
-        ratios = hot_get_ratios(Path(folder))
+        ratios, cpu = hot_get_ratios(Path(folder))
     with (
         tempfile.TemporaryDirectory() as folder,
         running_server(Path(folder), planning_seconds=HERD_PLANNING_SECONDS) as server,
@@ -150,12 +189,13 @@ def run() -> Result:
         plannings, errors = herd(server)
     return Result(
         figures={
-            "hot_get_ratio_2k": round(ratios["2k"], 4),
-            "hot_get_ratio_50k": round(ratios["50k"], 4),
+            **{f"hot_get_ratio_{name}": round(ratio, 4) for name, ratio in ratios.items()},
+            **{f"{name}_cpu_us": round(spent) for name, spent in cpu.items()},
             "herd_plannings": plannings,
             "herd_errors": errors,
         },
-        notes=f"ratio: bare ASGI CPU a request / ours, median of {ROUNDS} alternating rounds of {REQUESTS_A_ROUND}; "
+        notes=f"ratio: bare ASGI CPU a request / ours, median of {ROUNDS} alternating rounds of {REQUESTS_A_ROUND}, "
+        "_token with a rank's token in a namespace; _cpu_us: CPU of the server process a request, with that token; "
         f"herd: {HERD_CONNECTIONS} connections on one unknown signature ({HERD_PLANNING_SECONDS:g} s planning), then "
         f"{KNOWN_REQUESTS} reads",
     )

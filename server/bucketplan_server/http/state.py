@@ -40,7 +40,8 @@ class AppState:
     verifying: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-def _state(request: Request) -> AppState:
+async def _state(request: Request) -> AppState:
+    # Asynchronous, because FastAPI hands every other dependency to a thread.
     state: AppState = request.app.state.parts
     return state
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, RowMapping, and_, select
+from sqlalchemy import ColumnElement, RowMapping, and_, bindparam, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.sql.dml import Insert
@@ -35,6 +35,28 @@ __all__ = [
 
 PLANNER_REVISION = 1
 _KEYS_PER_QUERY = 200
+
+
+def _in_quarantine() -> ColumnElement[bool]:
+    return and_(quarantine.c.signature == revisions.c.signature, quarantine.c.revision == revisions.c.revision)
+
+
+_ACTIVE = (
+    select(revisions, quarantine.c.detail)
+    .outerjoin(quarantine, _in_quarantine())
+    .where(
+        revisions.c.signature == bindparam("wanted"),
+        (revisions.c.revision == PLANNER_REVISION)
+        | (
+            revisions.c.revision
+            == select(active.c.revision)
+            .where(active.c.signature == bindparam("wanted"), active.c.job == "")
+            .scalar_subquery()
+        ),
+    )
+    .order_by(revisions.c.revision)
+)
+"""Built once: building it costs as much as running it for an unknown signature, which ranks of a first start ask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,24 +238,10 @@ async def quarantine_revision(store: Store, damaged: Damaged) -> None:
 
 
 async def _load_active(connection: AsyncConnection, signature: str) -> tuple[PlanRow, PlanRow] | None:
-    pointer = select(active.c.revision).where(active.c.signature == signature, active.c.job == "").scalar_subquery()
-    query = (
-        select(revisions, quarantine.c.detail)
-        .outerjoin(quarantine, _in_quarantine())
-        .where(
-            revisions.c.signature == signature,
-            (revisions.c.revision == PLANNER_REVISION) | (revisions.c.revision == pointer),
-        )
-        .order_by(revisions.c.revision)
-    )
-    rows = (await connection.execute(query)).mappings().all()
+    rows = (await connection.execute(_ACTIVE, {"wanted": signature})).mappings().all()
     if not rows:
         return None
     return _checked(rows[-1]), _checked(rows[0])
-
-
-def _in_quarantine() -> ColumnElement[bool]:
-    return and_(quarantine.c.signature == revisions.c.signature, quarantine.c.revision == revisions.c.revision)
 
 
 def _checked(row: RowMapping) -> PlanRow:
