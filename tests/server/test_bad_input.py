@@ -1,27 +1,52 @@
-"""Bad input: a 4xx that names the field, and nothing stored."""
+"""Bad input: a 4xx that names the field, and nothing stored, on either database."""
 
+import asyncio
+import contextlib
 import gzip
 import json
-import sqlite3
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgpack
 import pytest
+from sqlalchemy import text
 
 from bucketplan_core.wire import digest_of, pack, to_json, unpack
+from bucketplan_server.store.engine import open_for_reading
 from tests.support.documents import JSON, MSGPACK, plan_body, profile_of, small_request
-from tests.support.server import RunningServer
+from tests.support.postgres import running_postgres
+from tests.support.server import RunningServer, running_server
 
 REQUEST = small_request(100)
 PROFILE = profile_of(REQUEST)
 
 
+@pytest.fixture(scope="module", params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """PostgreSQL refuses text that SQLite takes, U+0000 above all: what is let through there is a 5xx here."""
+    folder = tmp_path_factory.mktemp("server")
+    with contextlib.ExitStack() as stack:
+        settings: dict[str, object] = {"max_body_bytes": 256 * 1024}
+        if request.param == "postgres":
+            settings["database"] = stack.enter_context(running_postgres()).new_database()
+        yield stack.enter_context(running_server(folder, **settings))
+
+
 def stored_rows(server: RunningServer) -> dict[str, int]:
-    with sqlite3.connect(f"file:{server.database}?mode=ro", uri=True) as connection:
-        tables = ("signatures", "profiles", "revisions", "active", "events")
-        return {table: connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in tables}
+    async def count() -> dict[str, int]:
+        store = await open_for_reading(server.database, timeout_seconds=30)
+        try:
+            async with store.read() as connection:
+                tables = ("signatures", "profiles", "revisions", "active", "events")
+                return {
+                    table: (await connection.execute(text(f"SELECT count(*) FROM {table}"))).scalar_one()
+                    for table in tables
+                }
+        finally:
+            await store.close()
+
+    return asyncio.run(count())
 
 
 def changed(change: Callable[[dict[str, Any]], None], tree: dict[str, Any] | None = None) -> bytes:
