@@ -150,8 +150,9 @@ class Fleet(RuleBasedStateMachine):
         name, key = self.named(job), f"k{len(self.attempts)}"
         revision = data.draw(st.integers(1, len(self.digests[index])), label="revision")
         before = self.expected_overrides(name)
-        work = [self.open(name, key), self.activate(index, name if own else EVERYONE, revision)]
         first = data.draw(st.booleans(), label="activation first")
+        # A draw may end the run, and what was prepared before it would never be awaited.
+        work = [self.open(name, key), self.activate(index, name if own else EVERYONE, revision)]
         done = self.run(self.both(*(reversed(work) if first else work)))
         self.active[index][name if own else EVERYONE] = revision
         self.opened(name, key, done[1 if first else 0], before, self.expected_overrides(name))
