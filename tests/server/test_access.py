@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -321,6 +321,22 @@ class TestOpenServers:
         assert table.required
         assert table.valid(b"s") is None
         assert table.known(b"s") == revoked
+
+    def test_what_is_remembered_of_a_header_ends_with_its_token(self, monkeypatch):
+        table = TokenTable(required=True)
+        ends_soon = Token("r", hash_token(b"s"), "rank", None, 1, 1_000, None)
+        table.replace([ends_soon])
+        now = 999
+        monkeypatch.setattr("bucketplan_server.access.tokens.time.time_ns", lambda: now)
+        assert table.admits(b"Bearer s")
+        assert table.admits(b"Bearer s")
+        assert not table.admits(b"Bearer t")
+        assert not table.admits(b"Basic s")
+        now = 1_000
+        assert not table.admits(b"Bearer s")
+        now = 999
+        table.replace([replace(ends_soon, revoked_ns=2)])
+        assert not table.admits(b"Bearer s")
 
 
 class TestCookies:

@@ -13,7 +13,7 @@ from starlette.types import Scope
 
 from bucketplan_server.access.dependency import SAFE_METHODS, unauthorized
 from bucketplan_server.access.principal import ANYONE, NOBODY, Principal
-from bucketplan_server.access.tokens import TokenTable
+from bucketplan_server.access.tokens import TokenTable, bearer
 from bucketplan_server.metrics import Metrics
 from bucketplan_server.problems import Problem
 
@@ -23,7 +23,6 @@ COOKIE = "bucketplan_token"
 PUBLIC_PATHS = frozenset(("/healthz", "/readyz", "/metrics", "/openapi.json", "/login", "/favicon.ico"))
 """What probes, scrapers and people without a session call; none of it names a job, a plan or a person."""
 PUBLIC_PREFIX = "/static/"
-_BEARER = b"bearer "
 
 
 class Access:
@@ -33,10 +32,6 @@ class Access:
         self.table = table
         self._metrics = metrics
         self._log = structlog.get_logger("bucketplan_server")
-
-    def may_read_plans(self, authorization: bytes | None) -> bool:
-        """Whether a token that is needed is there: every valid one may read plans. Nothing else is decided here."""
-        return authorization is not None and self.table.valid(_bearer(authorization)) is not None
 
     def authenticate(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Principal:
         """Who makes this call; raises `Problem` where it may not come in.
@@ -143,13 +138,9 @@ def _credentials(headers: Mapping[bytes, bytes]) -> tuple[bytes | None, bytes | 
     """The secret that a call brings, and the same again where it is from a cookie. A header outweighs the cookie."""
     authorization = headers.get(b"authorization")
     if authorization is not None:
-        return _bearer(authorization), None
+        return bearer(authorization), None
     cookie = _cookie(headers.get(b"cookie"))
     return cookie, cookie
-
-
-def _bearer(authorization: bytes) -> bytes:
-    return authorization[7:].strip() if authorization[:7].lower() == _BEARER else b""
 
 
 def _cookie(header: bytes | None) -> bytes | None:
