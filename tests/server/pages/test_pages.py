@@ -124,6 +124,15 @@ def test_three_clicks_lead_to_the_rank_that_differs(tab, served):
     assert "input_shape" in text
 
 
+def test_two_clicks_lead_to_why_a_bucket_is_as_it_is(tab, served):
+    tab.goto("/")
+    follow(tab.locator(f"main a[href='/plans/{served[1][1]}']").first)
+    follow(tab.locator("main a[href*='/buckets/0']").first)
+    said = tab.locator("main .callout").inner_text()
+    assert "Begins here: " in said
+    assert "Ends here: " in said
+
+
 def test_search_finds_a_plan_by_its_parameter(tab, served):
     tab.goto("/plans")
     tab.get_by_label("Parameter contains").fill("emoji")
