@@ -237,7 +237,7 @@ def own_group_nodes() -> tuple[GraphBuilder, fx.GraphModule]:
 def test_finding_the_group_anew_does_not_keep_collectives_apart(placement: str) -> None:
     build, gm = own_group_nodes()
     assert rewrite(gm, placement=placement).sizes == [3, 3]
-    key = ("_dtensor.mesh_get_process_group.default", ("mesh", "0"))
+    key = ("_dtensor.mesh_get_process_group.default", ("mesh", "0"), ())
     assert_same_results(own_group_nodes()[1], gm, build.draw_inputs(RANKS, 15), {key: GROUPS["dp"]})
 
 
