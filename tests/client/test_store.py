@@ -98,12 +98,14 @@ def test_killed_store_is_a_typed_error_not_a_hang():
 
 
 _WAITING = """
-import sys, time
+import signal, sys
 import torch.distributed as dist
 from bucketplan_client.agreement import GroupView, Lockstep, Report
 from bucketplan_client.store import JobStore
 
 store = JobStore(dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, wait_for_workers=False), prefix="job")
+# Whatever a shell starts behind its back inherits that Ctrl-C is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 print("waiting", flush=True)
 Lockstep(store, deadline_s=600.0, name="pass").agree(Report(rank=0, groups=(GroupView(role="fsdp", members=(0, 1)),)))
 """
