@@ -405,22 +405,22 @@ class TestLimitsOfARank:
         assert report(client, "bounded", 2, RankReport(rank=0, slot="backward")).status_code == 200
 
     def test_member_lists_of_a_role(self, client):
-        open_attempt(client, "listed", "a")
+        open_attempt(client, "many-lists", "a")
 
         def member(ordinal: int, last: int, role: str = "fsdp", rank: int = 0) -> RankReport:
             return RankReport(rank=rank, slot="joint", ordinal=ordinal, members={role: (rank, 100 + last)})
 
         for ordinal in range(MAX_MEMBER_LISTS):
-            assert report(client, "listed", 1, member(ordinal, ordinal)).status_code == 200
-        refused = report(client, "listed", 1, opened(1), member(50, 50))
+            assert report(client, "many-lists", 1, member(ordinal, ordinal)).status_code == 200
+        refused = report(client, "many-lists", 1, opened(1), member(50, 50))
         assert self.refused(refused) == (409, "body.reports[1].members.fsdp", 0, MAX_MEMBER_LISTS)
         assert unpack(refused.content)["role"] == "fsdp"
         taken = (member(51, 2), member(3, 3), member(52, 52, "ddp"), member(53, 53, rank=1))
-        assert report(client, "listed", 1, *taken).status_code == 200, (
+        assert report(client, "many-lists", 1, *taken).status_code == 200, (
             "a list that is known, another role, another rank"
         )
         at_once = [member(ordinal, ordinal, rank=2) for ordinal in range(MAX_MEMBER_LISTS + 1)]
-        refused = report(client, "listed", 1, *at_once)
+        refused = report(client, "many-lists", 1, *at_once)
         assert self.refused(refused) == (409, "body.reports[8].members.fsdp", 2, MAX_MEMBER_LISTS)
 
     def test_bytes(self):
