@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from bucketplan_client.cli.doctor import _versions
 from bucketplan_client.cli.main import app
 from bucketplan_client.transport import PlanClient
-from bucketplan_core.attempt import AttemptRequest
+from bucketplan_core.attempt import AttemptRequest, RankReport
 from bucketplan_core.collectives import Options
 from bucketplan_core.presets import GroupShape, MeasuredProfile, resolve_preset
 from bucketplan_core.wire import from_json
@@ -90,6 +90,25 @@ class TestReading:
         assert "llama" in call(server, "job", "llama", "1")
         assert call_json(server, "job", "llama", "1")["attempt"] == 1
         assert "unknown-attempt" in call(server, "job", "llama", "7", status=4)
+
+    def test_ranks_that_differ_are_named_with_what_differs(self, server):
+        opening = AttemptRequest(key="odd", participants={"fsdp": ((0, 1),)}, options={})
+        reports = [
+            RankReport(
+                rank=rank,
+                slot="forward",
+                signature=request.signature,
+                digests={"fsdp": f"{rank:064x}"},
+                members={"fsdp": (0, 1)},
+            ).to_wire()
+            for rank, request in enumerate((A, B))
+        ]
+        with PlanClient(server.url) as client:
+            client.post("/v1/jobs/odd/attempts", opening.to_wire(), key="odd")
+            client.post("/v1/jobs/odd/attempts/1/reports", {"reports": reports})
+        text = " ".join(call(server, "job", "odd", "1", status=1).split())
+        assert "rank 1 holds" in text
+        assert "path" in text
 
     def test_events_and_their_verification(self, server):
         text = call(server, "events")

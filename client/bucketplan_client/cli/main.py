@@ -217,6 +217,16 @@ def diff(
         raise typer.Exit(EXIT_NEGATIVE)
 
 
+def _odd_slots(slots: list[dict[str, Any]]) -> str:
+    """What the graphs of a group say in which its ranks do not agree, with the first field that differs."""
+    said = []
+    for slot in slots:
+        if slot.get("state") != "agreed":
+            first = _brief(slot.get("difference"))
+            said.append(f"{slot.get('slot')} {slot.get('ordinal')}: {slot.get('summary')}{first and f' ({first})'}")
+    return _brief(said)
+
+
 def _brief(value: Any) -> str:
     """A line for what differs, empty for what does not."""
     if value in (None, [], {}, 0, ""):
@@ -300,7 +310,7 @@ def job(
         table(
             ("group", "members", "state", "details"),
             (
-                (row.get("role"), _count(row.get("members")), row.get("state"), _brief(row.get("sides")))
+                (row.get("role"), _count(row.get("members")), row.get("state"), _odd_slots(row.get("slots") or []))
                 for row in state["groups"]
             ),
             empty="no compilation was reported",
