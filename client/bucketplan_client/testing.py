@@ -21,8 +21,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from bucketplan_client.answers import content_digest
 from bucketplan_client.lean_httpx import httpx
-from bucketplan_client.transport import PlanClient, content_digest
+from bucketplan_client.transport import PlanClient
 from bucketplan_core.attempt import AttemptRequest, RankReport
 from bucketplan_core.collectives import Options
 from bucketplan_core.epoch import Epoch, complete_options

@@ -8,16 +8,25 @@ verified before it is returned: its decision hashes to its digest and names the 
 from __future__ import annotations
 
 import base64
-import hashlib
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote_to_bytes
 
+from bucketplan_client.answers import (
+    Answer,
+    NotOurs,
+    check_content_digest,
+    check_media_type,
+    content_digest,
+    read_document,
+    read_plan,
+    read_problem,
+    retry_after_s,
+)
 from bucketplan_client.bodies import ACCEPT_ENCODING, BodyRefused, read_body
 from bucketplan_client.environment import split_secrets, token_from_environment
 from bucketplan_client.errors import (
@@ -39,12 +48,12 @@ from bucketplan_core.errors import DecodeError, SchemaVersionError, SignatureMis
 from bucketplan_core.plan import Plan
 from bucketplan_core.profile import CostProfile
 from bucketplan_core.request import Request
-from bucketplan_core.wire import WireValue, from_json, pack, unpack
+from bucketplan_core.wire import WireValue, pack
 
 if TYPE_CHECKING:
     import tenacity
 
-__all__ = ["Answer", "PlanClient", "content_digest", "schema_refused", "shared_client"]
+__all__ = ["PlanClient", "schema_refused", "shared_client"]
 
 MSGPACK = "application/msgpack"
 JSON = "application/json"
@@ -60,25 +69,7 @@ _MAX_DAMAGED_REQUESTS = 3
 _ONLY_AN_OPERATOR_MENDS = "store-damaged"
 """The one 503 that another try does not cure, whatever the deadline."""
 
-_SHOWN_BYTES = 60
-"""How much of a body that no planning server sent is quoted; enough to know a login page."""
-
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """One successful answer: decoded `body` where there is one, and what its headers say."""
-
-    status: int
-    content: bytes
-    headers: Mapping[str, str]
-    num_tries: int = 1
-
-    @property
-    def body(self) -> WireValue:
-        """The document in the body; raises `DecodeError` when it is none."""
-        return _decode(self.content, self.headers)
 
 
 class _Again(Exception):
@@ -198,7 +189,7 @@ class PlanClient:
                 "GET",
                 f"/v1/plans/{signature}",
                 headers=_epoch_header(epoch),
-                read=lambda answer: _read_plan(answer, signature),
+                read=lambda answer: read_plan(answer, signature),
                 deadline_s=deadline_s,
                 signature=signature,
             )
@@ -229,7 +220,7 @@ class PlanClient:
             "/v1/plans",
             body=body,
             headers=_epoch_header(epoch),
-            read=lambda answer: _read_plan(answer, signature),
+            read=lambda answer: read_plan(answer, signature),
             deadline_s=deadline_s,
             signature=signature,
         )
@@ -244,7 +235,7 @@ class PlanClient:
     ) -> Answer:
         """GET `path`; the answer's body decodes, whatever the server sent."""
         return self._send(
-            "GET", path, params=params, headers={"Accept": accept}, read=_read_document, deadline_s=deadline_s
+            "GET", path, params=params, headers={"Accept": accept}, read=read_document, deadline_s=deadline_s
         )
 
     def post(
@@ -265,14 +256,14 @@ class PlanClient:
             path,
             body=pack(body),
             headers={} if key is None else {"Idempotency-Key": key},
-            read=_read_document,
+            read=read_document,
             deadline_s=deadline_s,
             repeatable=repeatable,
         )
 
     def put(self, path: str, body: WireValue, *, deadline_s: float | None = None) -> Answer:
         """PUT `body`; a try whose fate is unknown is made again, since a repetition changes nothing."""
-        return self._send("PUT", path, body=pack(body), headers={}, read=_read_document, deadline_s=deadline_s)
+        return self._send("PUT", path, body=pack(body), headers={}, read=read_document, deadline_s=deadline_s)
 
     def _send(
         self,
@@ -354,12 +345,12 @@ class PlanClient:
         )
         if response.status_code in (200, 201):
             try:
-                _check_content_digest(answer)
-                _check_media_type(answer)
+                check_content_digest(answer)
+                check_media_type(answer)
                 return read(answer)
             except SchemaVersionError as error:
                 raise schema_refused(error, num_tries=call.num_tries, where=call.where) from error
-            except _NotOurs as error:
+            except NotOurs as error:
                 raise _corrupt(call, str(error), remedy=FOREIGN_REMEDY) from error
             except (DecodeError, SignatureMismatch) as error:
                 raise _corrupt(call, str(error)) from error
@@ -381,19 +372,19 @@ class PlanClient:
         return _Again(final, by_deadline=by_deadline)
 
     def _refusal(self, answer: Answer, call: _Call) -> Exception:
-        problem = _read_problem(answer)
+        problem = read_problem(answer)
         status = answer.status
         if status == 202:
             return _Again(
                 _final(DeadlineExceeded, "the server is still planning", call.where),
-                retry_after_s=_retry_after_s(answer.headers, 1.0),
+                retry_after_s=retry_after_s(answer.headers, 1.0),
             )
         if problem.slug == _ONLY_AN_OPERATOR_MENDS:
             return ServerRefused(problem, num_tries=call.num_tries, where=call.where)
         if status in (429, 502, 503, 504):
             return _Again(
                 lambda num_tries, _: ServerRefused(problem, num_tries=num_tries, where=call.where),
-                retry_after_s=_retry_after_s(answer.headers, 0.0),
+                retry_after_s=retry_after_s(answer.headers, 0.0),
             )
         if status in (400, 408, 422) and problem.slug in ("", "invalid-body", "signature-mismatch"):
             # What we sent was canonical and hashed to its name, so it was damaged on the way. Unless that repeats.
@@ -480,98 +471,6 @@ def _stream_of(response: httpx.Response) -> httpx.SyncByteStream:
     """What came, coded as it came: httpx undoes any number of codings, each without a bound."""
     assert isinstance(response.stream, httpx.SyncByteStream), "the transport is a synchronous one"
     return response.stream
-
-
-def _read_plan(answer: Answer, signature: str) -> Plan:
-    plan = Plan.decode(answer.content, expected_signature=signature)
-    tag = answer.headers.get("ETag")
-    if tag is not None and tag.removeprefix("W/").strip('"') != plan.digest:
-        raise SignatureMismatch(claimed=tag, actual=plan.digest, what="plan named by ETag")
-    return plan
-
-
-def _read_document(answer: Answer) -> Answer:
-    _decode(answer.content, answer.headers)
-    return answer
-
-
-def _decode(content: bytes, headers: Mapping[str, str]) -> WireValue:
-    kind = _media_type(headers)
-    if kind.endswith("msgpack"):
-        return unpack(content)
-    if kind.endswith("json"):
-        return from_json(content)
-    raise DecodeError("$", kind, "the answer is neither MessagePack nor JSON")
-
-
-class _NotOurs(DecodeError):
-    """A good answer, but of something else: a captive portal, a login page, the default page of an ingress."""
-
-
-def _check_media_type(answer: Answer) -> None:
-    kind = _media_type(answer.headers)
-    if kind.endswith(("msgpack", "json")) or (not kind and not answer.content):
-        return
-    begins = answer.content[:_SHOWN_BYTES].decode("utf-8", "backslashreplace")
-    raise _NotOurs("$", kind[:60], f"neither MessagePack nor JSON came, and no planning server sends {begins!r}")
-
-
-def _media_type(headers: Mapping[str, str]) -> str:
-    return headers.get("Content-Type", "").partition(";")[0].strip().lower()
-
-
-def _read_problem(answer: Answer) -> Problem:
-    """The problem in an answer, or one made of what else came, when something on the way answered."""
-    try:
-        body = _decode(answer.content, answer.headers)
-    except DecodeError:
-        body = None
-    fields: dict[str, Any] = dict(body) if isinstance(body, Mapping) else {}
-    known = {key: fields.pop(key, None) for key in ("type", "title", "status", "detail")}
-    return Problem(
-        type=str(known["type"] or "about:blank"),
-        title=str(known["title"] or f"HTTP status {answer.status}"),
-        status=answer.status,
-        detail=str(known["detail"] or ("" if known["title"] else _what_came(answer))),
-        extra=fields,
-    )
-
-
-def _what_came(answer: Answer) -> str:
-    """What answered instead of a planning server, as far as the answer tells."""
-    location = answer.headers.get("Location")
-    if 300 <= answer.status < 400 and location:
-        return f"a proxy redirected to {location[:200]!r}; set BUCKETPLAN_SERVER to the server itself"
-    kind = _media_type(answer.headers)
-    what = f"a body of type {kind[:60]!r}" if kind and answer.content else "no document"
-    return f"HTTP status {answer.status} with {what}, as no planning server answers; something on the way did"
-
-
-def _retry_after_s(headers: Mapping[str, str], default: float) -> float:
-    """Seconds that `Retry-After` asks for (RFC 9110, section 10.2.3: a number of seconds or a date)."""
-    text = headers.get("Retry-After", "").strip()
-    if not text:
-        return default
-    if text.isascii() and text.isdigit():
-        return float(text)
-    try:
-        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
-    except (ValueError, OverflowError):
-        return default
-
-
-def content_digest(body: bytes) -> str:
-    """RFC 9530 `Content-Digest`: a body that was changed on the way is told from one that was sent wrongly."""
-    return f"sha-256=:{base64.b64encode(hashlib.sha256(body).digest()).decode('ascii')}:"
-
-
-def _check_content_digest(answer: Answer) -> None:
-    claimed = answer.headers.get("Content-Digest")
-    if claimed is None or not claimed.startswith("sha-256=") or "Content-Encoding" in answer.headers:
-        return
-    actual = content_digest(answer.content)
-    if claimed.strip() != actual:
-        raise SignatureMismatch(claimed=claimed, actual=actual, what="body named by Content-Digest")
 
 
 def _check_address(address: str) -> None:

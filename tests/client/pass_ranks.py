@@ -136,7 +136,7 @@ def disagree(case: str, odd: int, expert_size: int | None = None) -> dict[str, A
         def interrupt(*_: Any, **__: Any) -> Any:
             raise KeyboardInterrupt
 
-        passes.apply_plan = interrupt  # type: ignore[assignment]
+        passes.apply_plan = interrupt  # type: ignore[assignment]  # replaced, to be interrupted there
     elif is_odd and case == "kinds":
         kinds = ["fsdp_all_gather"]
     elif is_odd and case == "file name":

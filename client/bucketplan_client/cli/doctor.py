@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from urllib.parse import urlsplit
 
+from bucketplan_client.answers import Answer
 from bucketplan_client.cache import default_cache_folder
 from bucketplan_client.environment import DISABLE_VARIABLE, disabled_by_environment, job_from_environment
 from bucketplan_client.errors import BadAddress, BadToken, ClientError, ServerRefused
-from bucketplan_client.transport import JSON, Answer, PlanClient
+from bucketplan_client.transport import JSON, PlanClient
 from bucketplan_core.request import CAPTURE_VERSION, SCHEMA_VERSION
 from bucketplan_core.wire import WireValue
 
