@@ -13,10 +13,9 @@ from starlette.types import ASGIApp
 from bucketplan_server import __version__
 from bucketplan_server.access.authenticate import login_redirect, refusal_reason
 from bucketplan_server.access.dependency import principal_of
-from bucketplan_server.http.answers import problem_answer
 from bucketplan_server.http.routes import audit, events, inspection, jobs, operation, plans, profiles, revisions
 from bucketplan_server.http.state import AppState
-from bucketplan_server.pages.problem import problem_page, wants_page
+from bucketplan_server.pages.problem import refusal
 from bucketplan_server.pages.router import router as pages
 from bucketplan_server.problems import Problem
 
@@ -58,12 +57,6 @@ def build_app(state: AppState) -> FastAPI:
     return app
 
 
-def _answer(request: Request, problem: Problem) -> Response:
-    if wants_page(request.scope):
-        return problem_page(request, problem)
-    return problem_answer(problem, request.headers.get("accept"), content_type=request.headers.get("content-type"))
-
-
 async def _on_problem(request: Request, error: Exception) -> Response:
     assert isinstance(error, Problem)
     if error.slug in ("unauthorized", "forbidden"):
@@ -73,7 +66,7 @@ async def _on_problem(request: Request, error: Exception) -> Response:
         redirect = login_redirect(request.scope, dict(request.scope["headers"])) if error.status == 401 else None
         if redirect is not None:
             return redirect
-    return _answer(request, error)
+    return refusal(request.scope, error)
 
 
 async def _on_invalid(request: Request, error: Exception) -> Response:
@@ -84,7 +77,7 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
     problem = Problem(
         "invalid-parameter", f"{path}: {first['msg']} (got {value!r})", fields={"path": path, "value": value}
     )
-    return _answer(request, problem)
+    return refusal(request.scope, problem)
 
 
 async def _on_http(request: Request, error: Exception) -> Response:
@@ -101,4 +94,4 @@ async def _on_http(request: Request, error: Exception) -> Response:
         )
     else:
         problem = Problem("invalid-body", str(error.detail), status=error.status_code, headers=headers)
-    return _answer(request, problem)
+    return refusal(request.scope, problem)

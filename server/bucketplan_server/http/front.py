@@ -12,16 +12,15 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 import structlog
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bucketplan_server.access.authenticate import Access, login_redirect
-from bucketplan_server.http.answers import problem_answer
 from bucketplan_server.http.bodies import too_large
 from bucketplan_server.http.negotiation import MSGPACK_TYPE
 from bucketplan_server.memory import EpochMemory, PlanMemory, fixed_key
 from bucketplan_server.metrics import Metrics
-from bucketplan_server.pages.problem import problem_page, wants_page
+from bucketplan_server.pages.problem import refusal
 from bucketplan_server.problems import Problem
 
 __all__ = ["Front"]
@@ -154,17 +153,8 @@ class Front:
                 problem = error if isinstance(error, Problem) else self._unexpected(error, scope, request_id)
                 if started:
                     raise
-                accept, content_type = headers.get(b"accept"), headers.get(b"content-type")
                 redirect = login_redirect(scope, headers) if problem.status == 401 else None
-                response = redirect or (
-                    problem_page(Request(scope), problem)
-                    if wants_page(scope)
-                    else problem_answer(
-                        problem,
-                        None if accept is None else accept.decode("latin-1"),
-                        content_type=None if content_type is None else content_type.decode("latin-1"),
-                    )
-                )
+                response = redirect or refusal(scope, problem)
                 await response(scope, receive, send_with_id)
 
     def _unexpected(self, error: Exception, scope: Scope, request_id: bytes) -> Problem:

@@ -11,10 +11,11 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from bucketplan_server.access.authenticate import PUBLIC_PATHS
+from bucketplan_server.http.answers import problem_answer
 from bucketplan_server.pages.render import page
 from bucketplan_server.problems import Problem
 
-__all__ = ["local_path", "problem_page", "wants_page"]
+__all__ = ["local_path", "problem_page", "refusal"]
 
 _API_PATHS = PUBLIC_PATHS - {"/login", "/favicon.ico"}
 _ADVICE: Mapping[int, str] = {
@@ -32,12 +33,13 @@ _ADVICE: Mapping[int, str] = {
 }
 
 
-def wants_page(scope: Scope) -> bool:
-    """Whether a browser asks for an address that is no part of the API: it reads pages, not problem details."""
-    path = scope["path"]
-    if path.startswith("/v1/") or path in _API_PATHS:
-        return False
-    return "text/html" in Headers(scope=scope).get("accept", "")
+def refusal(scope: Scope, problem: Problem) -> Response:
+    """`problem` for whoever made this call: a page for a browser outside the API, else problem details."""
+    headers = Headers(scope=scope)
+    path, accept = scope["path"], headers.get("accept")
+    if not path.startswith("/v1/") and path not in _API_PATHS and "text/html" in (accept or ""):
+        return problem_page(Request(scope), problem)
+    return problem_answer(problem, accept, content_type=headers.get("content-type"))
 
 
 def problem_page(request: Request, problem: Problem) -> Response:
