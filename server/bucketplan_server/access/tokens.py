@@ -102,12 +102,12 @@ class TokenTable:
         """
         ends_ns = self._seen.get(authorization)
         if ends_ns is None:
-            secret = bearer(authorization)
-            if self.valid(secret) is None:
+            found = self._held(bearer(authorization))
+            if found is None:
                 return False
             if len(self._seen) >= _MOST_SEEN:
                 self._seen.clear()
-            ends_ns = self._seen[authorization] = self._by_hash[hash_token(secret)][2]
+            ends_ns = self._seen[authorization] = found[2]
         return time.time_ns() < ends_ns
 
     def valid(self, secret: bytes) -> Principal | None:
@@ -115,11 +115,13 @@ class TokenTable:
 
         Found by the hash, which nobody can steer towards a stored one byte by byte, then compared in constant time.
         """
-        hashed = hashlib.sha256(secret).digest()
+        found = self._held(secret)
+        return None if found is None or time.time_ns() >= found[2] else found[1]
+
+    def _held(self, secret: bytes) -> tuple[Token, Principal, int] | None:
+        hashed = hash_token(secret)
         found = self._by_hash.get(hashed)
-        if found is None or not hmac.compare_digest(found[0].hash, hashed) or time.time_ns() >= found[2]:
-            return None
-        return found[1]
+        return found if found is not None and hmac.compare_digest(found[0].hash, hashed) else None
 
     def namespace_of(self, name: str) -> str | None:
         """The namespace of the token of this name, valid or not; None for one without and for no token. Names are
@@ -128,5 +130,5 @@ class TokenTable:
 
     def known(self, secret: bytes) -> Token | None:
         """The token of this secret, valid or not."""
-        found = self._by_hash.get(hash_token(secret))
+        found = self._held(secret)
         return None if found is None else found[0]
