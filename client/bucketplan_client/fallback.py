@@ -46,9 +46,6 @@ _LOG = logging.getLogger(__name__)
 DEFAULT_DEADLINE_S = 60.0
 _SERVER_PAUSE_S = 30.0
 """How long a server that did not answer is left alone: an outage costs one deadline, not one for each graph."""
-_GO_ON_WITHOUT = frozenset(
-    {"busy", "store-unavailable", "store-damaged", "unknown-epoch", "planner-failed", "internal"}
-)
 _GO_ON_STATUS = frozenset({429, 500, 502, 503, 504})
 
 
@@ -125,7 +122,7 @@ class AttemptPlans:
             except (ServerUnreachable, DeadlineExceeded, CorruptAnswer) as error:
                 unavailable = error
             except ServerRefused as error:
-                if error.problem.slug not in _GO_ON_WITHOUT and error.problem.status not in _GO_ON_STATUS:
+                if error.problem.slug != "unknown-epoch" and error.problem.status not in _GO_ON_STATUS:
                     raise
                 unavailable = error
             else:

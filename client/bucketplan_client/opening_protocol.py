@@ -49,8 +49,6 @@ Source = Literal["server", "cache", "local"]
 _MAX_ROLES = 1_000
 _VERSIONS = ("capture", "rewriter", "schema")
 _OUTCOME, _DRAFT, _ANSWER = "outcome", "draft", "answer"
-_PASSING_PROBLEMS = frozenset({"busy", "store-unavailable", "store-damaged", "internal", "planner-failed"})
-"""Problems of the server itself; any other refusal is a mistake in the configuration, which no fallback should hide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,7 +342,8 @@ def _without_server(
     setup: Setup, hellos: Sequence[Hello], request: AttemptRequest, error: ServerError
 ) -> Protocol[Outcome]:
     """The epoch that every rank holds, else what the configuration says for this case."""
-    if isinstance(error, ServerRefused) and error.problem.slug not in _PASSING_PROBLEMS and error.problem.status < 500:
+    if isinstance(error, ServerRefused) and error.problem.status < 500:
+        # Not the server's own trouble but a mistake in the configuration, which no fallback should hide.
         return Outcome(kind="abort", nonce=setup.nonce, reason=error.message, remedy=error.remedy)
     everywhere = set.intersection(*(set(hello.held) for hello in hellos))
     for epoch_id in setup.hello.held:
