@@ -28,7 +28,6 @@ _INTS = frozenset({int})
 _TEXTS = frozenset({str})
 _FLAGS = frozenset({bool})
 _LISTS = frozenset({list})
-_NONE = type(None)
 _TOP_BYTE = 7 if sys.byteorder == "little" else 0
 
 T = TypeVar("T")

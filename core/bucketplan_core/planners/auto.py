@@ -93,10 +93,8 @@ class AutoPlanner:
         plans = [search.as_traced]
         if request.options.placement != "original":
             plans += [unbounded.lean(), unbounded.lean(reduce_late=True), unbounded.evaluate(alone, Ahead(0))]
-        found = [plan for plan in plans if plan is not None]
-        if request.options.placement != "original":
-            found += [polish(unbounded, plan, _LEAN_BUDGET, least_memory=True) for plan in list(found)]
-        least = min(found, key=lambda plan: (plan.peak_bytes, plan.rank))
+            plans += [polish(unbounded, plan, _LEAN_BUDGET, least_memory=True) for plan in plans if plan is not None]
+        least = min((plan for plan in plans if plan is not None), key=lambda plan: (plan.peak_bytes, plan.rank))
         if least.peak_bytes > bench.budget_bytes:
             raise PlanningError(
                 "memory_budget_bytes",
