@@ -102,7 +102,7 @@ class TestCommit:
     def test_activation_between_attempts_changes_the_uuid_and_delivers_the_bytes(self):
         server = InMemoryPlanServer()
         request = small_request()
-        use = lambda attempt: (attempt.uuid, attempt.plans.plan(request).digest)  # noqa: E731
+        use = lambda attempt: (attempt.uuid, attempt.plans.plan(request).digest)  # noqa: E731  (one line where it is used)
         before = open_all(server, use=use)
         server.activate("llama", overriding_plan())
         after = open_all(server, use=use)
@@ -228,7 +228,7 @@ class TestWithoutServer:
         server.activate("llama", overriding_plan())
         request = small_request()
         caches = {rank: PlanCache(tmp_path / str(rank)) for rank in RANKS}
-        use = lambda attempt: (attempt.source, attempt.uuid, attempt.plans.plan(request).digest)  # noqa: E731
+        use = lambda attempt: (attempt.source, attempt.uuid, attempt.plans.plan(request).digest)  # noqa: E731  (one line where it is used)
         first = open_all(server, caches=caches, use=use)
         server.available = False
         second = open_all(server, caches=caches, use=use, on_unavailable="error")

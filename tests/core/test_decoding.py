@@ -129,7 +129,7 @@ def holds_bytes(value: Any) -> bool:
 
 C = "request.candidates"
 F = "request.fixed"
-O = "request.options"  # noqa: E741
+O = "request.options"  # noqa: E741  (one letter, as C and F)
 WRONG: list[tuple[Any, str, str]] = [
     # What stands there is of another type.
     ([], "request", "must be a map"),

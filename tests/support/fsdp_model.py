@@ -10,11 +10,11 @@ _DEMO = str(ROOT / "deploy" / "demo")
 if _DEMO not in sys.path:
     sys.path.append(_DEMO)
 
-from demojob.corpus import CORPUS, read_corpus, sample_batch  # noqa: E402
-from demojob.fsdp import VIEWS, FsdpPolicy, RankGroup, ShardedGraph, shard_graph  # noqa: E402
-from demojob.model import Transformer, TransformerConfig  # noqa: E402
-from demojob.trace import JointGraph, trace_joint  # noqa: E402
-from demojob.training import Trainer, shards_of  # noqa: E402
+from demojob.corpus import CORPUS, read_corpus, sample_batch  # noqa: E402  (after the path is set)
+from demojob.fsdp import VIEWS, FsdpPolicy, RankGroup, ShardedGraph, shard_graph  # noqa: E402  (after the path is set)
+from demojob.model import Transformer, TransformerConfig  # noqa: E402  (after the path is set)
+from demojob.trace import JointGraph, trace_joint  # noqa: E402  (after the path is set)
+from demojob.training import Trainer, shards_of  # noqa: E402  (after the path is set)
 
 __all__ = [
     "CORPUS",
