@@ -28,6 +28,8 @@ from bucketplan_server.store.revisions import (
     add_revision,
     changed_signatures,
     last_event,
+    last_revision,
+    load_active,
     load_revisions,
     load_signature,
 )
@@ -55,14 +57,32 @@ class RevisionService:
             raise unknown_signature(signature)
         return found
 
-    async def revisions(self, signature: str) -> list[RevisionRow]:
+    async def revisions(self, signature: str, *, after: int = 0, limit: int) -> list[RevisionRow]:
+        """At most `limit` revisions behind number `after`, in the order of their numbers."""
         try:
-            found = await load_revisions(self._store, signature)
+            found = await load_revisions(self._store, signature, after=after, limit=limit)
         except StoreError as error:
             raise self._plans.store_unavailable(error) from None
         if not found:
-            raise unknown_signature(signature)
+            await self.last(signature)
         return found
+
+    async def last(self, signature: str) -> int:
+        """Number of the newest revision: they are numbered from 1 on, and none is ever deleted."""
+        try:
+            number = await last_revision(self._store, signature)
+        except StoreError as error:
+            raise self._plans.store_unavailable(error) from None
+        if number == 0:
+            raise unknown_signature(signature)
+        return number
+
+    async def serving(self, signature: str, *, job: str = "") -> dict[str, int]:
+        """The active revision for everyone, by "", and for `job` where it has one of its own."""
+        try:
+            return await load_active(self._store, signature, job)
+        except StoreError as error:
+            raise self._plans.store_unavailable(error) from None
 
     async def served(self, signature: str, revision: int | None) -> Served:
         """One revision, the active one where None, digests checked."""
@@ -71,9 +91,8 @@ class RevisionService:
             if entry is None:
                 raise unknown_signature(signature)
             return entry.active
-        for row in await self.revisions(signature):
-            if row.revision == revision:
-                return await self._plans.numbered(signature, revision)
+        if 1 <= revision <= await self.last(signature):
+            return await self._plans.numbered(signature, revision)
         raise Problem(
             "unknown-revision",
             f"{signature} has no revision {revision}",
@@ -119,7 +138,7 @@ class RevisionService:
         return number
 
     async def _served_to_everyone(self, signature: str) -> int:
-        return next((row.revision for row in await self.revisions(signature) if "" in row.active_for), 1)
+        return (await self.serving(signature)).get("", 1)
 
     async def preview(self, signature: str, options: dict[str, WireValue]) -> tuple[Options, Stored, str]:
         """What `replan` would store under these options, and its decision digest; nothing is stored."""
@@ -155,11 +174,11 @@ class RevisionService:
 
     async def activate(self, signature: str, wanted: Activation, cause: Cause) -> int | None:
         """Serve another revision from now on; answers the one before. Attempts that are open keep their epoch."""
-        known = {row.revision for row in await self.revisions(signature)}
-        if wanted.revision is not None and wanted.revision not in known:
+        last = await self.last(signature)
+        if wanted.revision is not None and not 1 <= wanted.revision <= last:
             raise Problem(
                 "unknown-revision",
-                f"{signature} has no revision {wanted.revision}, it has {', '.join(map(str, sorted(known)))}",
+                f"{signature} has no revision {wanted.revision}, the last one is {last}",
                 fields={"path": "body.revision", "value": wanted.revision},
             )
         try:
@@ -217,7 +236,7 @@ class RevisionService:
         expected: int | None = None,
     ) -> int:
         signature = documents.signature
-        if parent not in {row.revision for row in await self.revisions(signature)}:
+        if not 1 <= parent <= await self.last(signature):
             raise Problem(
                 "unknown-revision",
                 f"{signature} has no revision {parent}",

@@ -15,11 +15,12 @@ from bucketplan_core.plan import Plan
 from bucketplan_core.wire import WireValue, unpack
 from bucketplan_server.access import Caller, Principal, needs
 from bucketplan_server.http.state import AppState, State, cause_of
-from bucketplan_server.pages.plan import Refusal, Signature, plan_page, revision_of
+from bucketplan_server.pages.plan import CHOICES, Signature, plan_page, revision_of
 from bucketplan_server.pages.render import page
 from bucketplan_server.pages.routing import (
     MAX_REASON_CHARACTERS,
     PageRoute,
+    Refusal,
     number_field,
     read_form,
     see_other,
@@ -39,21 +40,38 @@ _WHY = "say why; it goes into the audit log"
 _CHANGES = 100
 _RECENT = 20
 _NUMBERS = ("bucket_cap_bytes", "first_bucket_cap_bytes", "memory_budget_bytes", "prefetch")
-_CHOICES = {"strategy": ("auto", "module", "size", "none"), "placement": ("original", "scheduled")}
 
 
 @router.get("/diff", dependencies=[needs("auditor")])
 async def diff(request: Request, state: State) -> Response:
     given = {name: request.query_params.get(name, "").strip() for name in ("a", "b", "revision_a", "revision_b")}
-    found = None
+    found, refusal = None, None
     if given["a"] or given["b"]:
-        for name in ("a", "b"):
-            if len(given[name]) != 64 or set(given[name]) - set("0123456789abcdef"):
-                detail = f"{name}: {given[name][:80]!r} must be a whole signature, 64 lower-case hex characters"
-                raise Problem("invalid-parameter", detail, fields={"path": name})
-        sides = [await state.revisions.stored(given[n], revision_of(request, f"revision_{n}")) for n in ("a", "b")]
-        found = await _compared(state, *sides)
-    return page(request, "diff.html", found=found, given=given, most=_CHANGES)
+        try:
+            found = await _compared(state, *[await _side(request, state, name, given[name]) for name in ("a", "b")])
+        except Problem as problem:
+            if problem.status >= 500:
+                raise
+            refusal = Refusal(action="filter", problem=problem, typed=given)
+    code = 200 if refusal is None else refusal.problem.status
+    return page(request, "diff.html", code=code, found=found, given=given, most=_CHANGES, refusal=refusal)
+
+
+async def _side(request: Request, state: AppState, name: str, signature: str) -> Stored:
+    """One side of a comparison; raises `Problem` that names the field at fault."""
+    if len(signature) != 64 or set(signature) - set("0123456789abcdef"):
+        detail = f"{name}: {signature[:80]!r} must be a whole signature, 64 lower-case hex characters"
+        raise Problem("invalid-parameter", detail, fields={"path": name})
+    revision = revision_of(request, f"revision_{name}")
+    try:
+        return await state.revisions.stored(signature, revision)
+    except Problem as problem:
+        at = {"unknown-signature": name, "unknown-revision": f"revision_{name}"}.get(problem.slug)
+        if at is None:
+            raise
+        raise Problem(
+            problem.slug, f"{at}: {problem.detail}; choose one of the list of plans", fields={"path": at}
+        ) from None
 
 
 @router.post("/plans/{signature}/replan", dependencies=[needs("operator")])
@@ -83,7 +101,7 @@ async def _replan(
             current=current,
             digest=digest,
             effective=effective.to_wire(),
-            form={name: value for name, value in form.items() if name in (*_CHOICES, *_NUMBERS)},
+            form={name: value for name, value in form.items() if name in (*CHOICES, *_NUMBERS)},
             found=await _compared(state, await state.revisions.stored(signature, current.revision), stored),
             job=asked.job,
             most=_CHANGES,
@@ -228,7 +246,7 @@ class _Current:
 
 async def _current(state: AppState, caller: Principal, signature: str, job: str) -> _Current:
     stored_job = caller.job(job) if job else ""
-    serving = {name: row.revision for row in await state.revisions.revisions(signature) for name in row.active_for}
+    serving = await state.revisions.serving(signature, job=stored_job)
     everyone = serving.get("", 1)
     return _Current(revision=serving.get(stored_job, everyone), expected=serving.get(stored_job, 0))
 
@@ -250,7 +268,7 @@ async def _compared(state: AppState, a: Stored, b: Stored) -> dict[str, Any]:
 
 def _options(form: Mapping[str, str]) -> dict[str, WireValue]:
     options: dict[str, WireValue] = {}
-    for name, allowed in _CHOICES.items():
+    for name, allowed in CHOICES.items():
         value = text_field(form, name)
         if value and value not in allowed:
             detail = f"{name}: {value[:80]!r} must be one of {', '.join(allowed)}"

@@ -20,7 +20,7 @@ from bucketplan_server.audit import verify
 from bucketplan_server.http.state import AppState, State
 from bucketplan_server.jobs.state import overall_state
 from bucketplan_server.pages.render import page
-from bucketplan_server.pages.routing import PageRoute, one_page, read_form, see_other, whole_number
+from bucketplan_server.pages.routing import PageRoute, Refusal, one_page, read_form, see_other, whole_number
 from bucketplan_server.problems import Problem
 from bucketplan_server.store.engine import StoreError
 from bucketplan_server.store.listing import PlanFilter, list_plans
@@ -36,6 +36,8 @@ KINDS = (
 _PAGE = 50
 _JOBS_PAGE = 20
 _FEW = 8
+_LISTED = 20
+"""Items of a list in an event that are shown one by one."""
 _SIGNATURE = re.compile("[0-9a-f]{64}")
 
 
@@ -76,12 +78,37 @@ async def plans(request: Request, state: State, caller: Caller) -> Response:
     }
     if _SIGNATURE.fullmatch(given["signature"]):
         return see_other(f"/plans/{given['signature']}")
+    shared: dict[str, Any] = {"given": given, "strategies": STRATEGIES}
+    try:
+        wanted = _plan_filter(given, caller)
+    except Problem as problem:
+        refusal = Refusal(action="filter", problem=problem, typed=given)
+        return page(request, "plans.html", code=problem.status, refusal=refusal, **shared)
+    cursor = request.query_params.get("cursor", "")
+    found = list_plans(state.store, wanted, before=_cursor(cursor), limit=_PAGE + 1)
+    shown, last = await one_page(state, found, _PAGE)
+    following = None if last is None else f"{last['created_ns']}-{last['signature']}"
+    return page(
+        request,
+        "plans.html",
+        cursor=cursor,
+        following=following,
+        plans=[_plan(row) for row in shown],
+        refusal=None,
+        **shared,
+    )
+
+
+def _plan_filter(given: Mapping[str, str], caller: Principal) -> PlanFilter:
+    """What the form asks for; raises `Problem` that names the field at fault."""
     if given["signature"] and not re.fullmatch("[0-9a-f]{4,63}", given["signature"]):
         raise Problem(
             "invalid-parameter",
             f"signature: {given['signature'][:80]!r} is no beginning of a signature: 4 to 64 lower-case hex characters",
+            fields={"path": "signature"},
         )
-    wanted = PlanFilter(
+    _one_of(given, "strategy", STRATEGIES)
+    return PlanFilter(
         job=caller.job(given["job"]) if given["job"] else None,
         namespace=caller.namespace,
         signature_prefix=given["signature"] or None,
@@ -92,19 +119,12 @@ async def plans(request: Request, state: State, caller: Caller) -> Response:
         since_ns=_day_ns(given["since"], "since"),
         until_ns=_day_ns(given["until"], "until"),
     )
-    cursor = request.query_params.get("cursor", "")
-    found = list_plans(state.store, wanted, before=_cursor(cursor), limit=_PAGE + 1)
-    shown, last = await one_page(state, found, _PAGE)
-    following = None if last is None else f"{last['created_ns']}-{last['signature']}"
-    return page(
-        request,
-        "plans.html",
-        cursor=cursor,
-        following=following,
-        given=given,
-        plans=[_plan(row) for row in shown],
-        strategies=STRATEGIES,
-    )
+
+
+def _one_of(given: Mapping[str, str], name: str, allowed: Sequence[str]) -> None:
+    if given[name] and given[name] not in allowed:
+        detail = f"{name}: {given[name][:80]!r} must be one of {', '.join(allowed)}"
+        raise Problem("invalid-parameter", detail, fields={"path": name})
 
 
 @router.get("/jobs", dependencies=[needs("auditor")])
@@ -130,14 +150,22 @@ async def jobs(request: Request, state: State, caller: Caller) -> Response:
 async def events(request: Request, state: State, caller: Caller) -> Response:
     given = {name: request.query_params.get(name, "").strip() for name in ("signature", "job", "kind")}
     before = whole_number(request.query_params.get("before", ""), "before")
-    if given["signature"] and not _SIGNATURE.fullmatch(given["signature"]):
-        raise Problem("invalid-parameter", "signature: must be a whole signature, 64 lower-case hex characters")
+    shared: dict[str, Any] = {
+        "given": given,
+        "kinds": KINDS,
+        "verification": getattr(request.app.state, "last_verification", None),
+    }
+    try:
+        job = _event_filter(given, caller)
+    except Problem as problem:
+        refusal = Refusal(action="filter", problem=problem, typed=given)
+        return page(request, "events.html", code=problem.status, refusal=refusal, **shared)
     found = latest_events(
         state.store,
         namespace=caller.namespace,
         before=before,
         signature=given["signature"] or None,
-        job=caller.job(given["job"]) if given["job"] else None,
+        job=job,
         kind=given["kind"] or None,
         limit=_PAGE + 1,
     )
@@ -148,10 +176,18 @@ async def events(request: Request, state: State, caller: Caller) -> Response:
         before=before,
         events=[_event(row, caller, state) for row in shown],
         following=None if last is None else last["seq"],
-        given=given,
-        kinds=KINDS,
-        verification=getattr(request.app.state, "last_verification", None),
+        refusal=None,
+        **shared,
     )
+
+
+def _event_filter(given: Mapping[str, str], caller: Principal) -> str | None:
+    """The job that the form asks for, as stored; raises `Problem` that names the field at fault."""
+    if given["signature"] and not _SIGNATURE.fullmatch(given["signature"]):
+        detail = f"signature: {given['signature'][:80]!r} must be a whole signature, 64 lower-case hex characters"
+        raise Problem("invalid-parameter", detail, fields={"path": "signature"})
+    _one_of(given, "kind", KINDS)
+    return caller.job(given["job"]) if given["job"] else None
 
 
 @router.post("/events/verify", dependencies=[needs("auditor", only_reads=True)])
@@ -194,8 +230,11 @@ def _event(row: Mapping[str, Any], caller: Principal, state: AppState) -> dict[s
     assert isinstance(body, dict)
     if isinstance(body.get("job"), str):
         body["job"] = caller.shown(str(body["job"]))
-    if isinstance(body.get("reports"), list):
-        body["reports"] = f"{len(body['reports'])} reports"
+    body |= {
+        name: f"{len(value)} {name}"
+        for name, value in body.items()
+        if isinstance(value, list) and (name == "reports" or len(value) > _LISTED)
+    }
     job = row["job"] and caller.shown(row["job"])
     return {**row, "actor": actor, "body": body, "job": job, "reason": reason}
 
@@ -206,11 +245,13 @@ def _day_ns(text: str, name: str) -> int | None:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
-        raise Problem("invalid-parameter", f"{name}: {text[:80]!r} is no date like 2026-12-31") from None
+        detail = f"{name}: {text[:80]!r} is no date; write one like 2026-12-31"
+        raise Problem("invalid-parameter", detail, fields={"path": name}) from None
     moment = moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
     moment_ns = int(moment.timestamp()) * 1_000_000_000
     if moment_ns > MAX_INT:
-        raise Problem("invalid-parameter", f"{name}: {text[:80]!r} is later than the year 2262, where nanoseconds end")
+        detail = f"{name}: {text[:80]!r} is later than the year 2262, where nanoseconds end; choose an earlier date"
+        raise Problem("invalid-parameter", detail, fields={"path": name})
     return max(0, moment_ns)
 
 

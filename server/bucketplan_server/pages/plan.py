@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path
 from starlette.requests import Request
 from starlette.responses import Response
 
+from bucketplan_core.collectives import PLACEMENTS, STRATEGIES
 from bucketplan_core.plan import Plan
 from bucketplan_core.wire import unpack
 from bucketplan_server.access import Caller, Principal, needs
@@ -19,18 +19,21 @@ from bucketplan_server.http.state import AppState, State
 from bucketplan_server.pages.draw import chart_of_memory, chart_of_sizes, drawing_of
 from bucketplan_server.pages.figures import ORDERS, PlanQuery, view_bucket, view_plan
 from bucketplan_server.pages.render import page
-from bucketplan_server.pages.routing import PageRoute, numbered_page, whole_number
+from bucketplan_server.pages.routing import PageRoute, Refusal, numbered_page, whole_number
 from bucketplan_server.problems import Problem
 from bucketplan_server.store.revisions import RevisionRow
 
-__all__ = ["Refusal", "Signature", "plan_page", "revision_of", "router"]
+__all__ = ["CHOICES", "Signature", "plan_page", "revision_of", "router"]
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False, dependencies=[needs("auditor")])
 Signature = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="signature of the request")]
 _BUCKETS = 50
 _MEMBERS = 100
 _REVISIONS = 50
+_JOBS = 20
 _BASELINES = ("none", "size", "module")
+CHOICES = {"strategy": STRATEGIES, "placement": PLACEMENTS}
+"""Options of a replan that are chosen from a list, and what may be chosen."""
 
 
 def revision_of(request: Request, name: str = "revision") -> int | None:
@@ -40,26 +43,14 @@ def revision_of(request: Request, name: str = "revision") -> int | None:
 def _entry(state: AppState, caller: Principal, row: RevisionRow) -> dict[str, Any]:
     """A revision as the page lists it, jobs of other namespaces left out."""
     actor, reason = state.access.attribution(caller, row.actor, row.reason)
+    jobs = [caller.shown(job) for job in row.active_for if job and caller.sees(job)]
     return {
-        "active_for": [caller.shown(job) for job in row.active_for if job and caller.sees(job)],
+        "active_for": jobs[:_JOBS],
+        "num_more_jobs": len(jobs[_JOBS:]),
         "is_active": "" in row.active_for,
         "options": unpack(row.options),
         "row": replace(row, actor=actor, reason=reason),
     }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
-    """A form of the page that was not taken: which one, what was typed into it, and why it was refused."""
-
-    action: str
-    problem: Problem
-    typed: Mapping[str, str]
-
-    @property
-    def field(self) -> str:
-        """The name of the field at fault, as in the form; of none where it is the whole that was refused."""
-        return str(self.problem.fields.get("path", "")).rpartition(".")[2]
 
 
 @router.get("/plans/{signature}")
@@ -85,9 +76,11 @@ async def plan_page(
     stored = await state.revisions.stored(signature, wanted)
     view = await state.pool.read(view_plan, stored, query)
     decoded = await asyncio.to_thread(Plan.decode, stored.plan)
-    every = (await state.revisions.revisions(signature))[::-1]
-    revisions, at, num_pages = numbered_page(request, every, _REVISIONS, name="revisions")
-    shown = wanted or next((row.revision for row in every if "" in row.active_for), 1)
+    last = await state.revisions.last(signature)
+    numbers, at, num_pages = numbered_page(request, range(last, 0, -1), _REVISIONS, name="revisions")
+    listed = await state.revisions.revisions(signature, after=numbers[-1] - 1, limit=len(numbers)) if numbers else []
+    shown = wanted or (await state.revisions.serving(signature)).get("", 1)
+    (revision,) = await state.revisions.revisions(signature, after=shown - 1, limit=1)
     return page(
         request,
         "plan.html",
@@ -96,18 +89,18 @@ async def plan_page(
         assessment=decoded.assessment,
         at=at,
         baselines=_baselines(decoded),
+        choices=CHOICES,
         before=None if view.before is None else drawing_of(view.before),
         memory=chart_of_memory(view),
         notice=request.query_params.get("done", ""),
         number=number,
         num_pages=max(1, -(-view.num_found // _BUCKETS)),
         num_revision_pages=num_pages,
-        num_revisions=len(every),
         orders=ORDERS,
         query=query,
         refusal=refusal,
-        revision=next(_entry(state, caller, row) for row in every if row.revision == shown),
-        revisions=[_entry(state, caller, row) for row in revisions],
+        revision=_entry(state, caller, revision),
+        revisions=[_entry(state, caller, row) for row in reversed(listed)],
         signature=signature,
         sizes=chart_of_sizes(view.sizes),
         typed={} if refusal is None else refusal.typed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
@@ -24,6 +25,7 @@ from bucketplan_server.store.engine import StoreError
 __all__ = [
     "MAX_REASON_CHARACTERS",
     "PageRoute",
+    "Refusal",
     "number_field",
     "numbered_page",
     "one_page",
@@ -37,6 +39,20 @@ _T = TypeVar("_T")
 _MAX_FORM_BYTES = 64 * 1024
 _MAX_FIELDS = 64
 MAX_REASON_CHARACTERS = 2_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A form of a page that was not taken: which one, what was typed into it, and why it was refused."""
+
+    action: str
+    problem: Problem
+    typed: Mapping[str, str]
+
+    @property
+    def field(self) -> str:
+        """The name of the field at fault, as in the form; of none where it is the whole that was refused."""
+        return str(self.problem.fields.get("path", "")).rpartition(".")[2]
 
 
 class PageRoute(APIRoute):

@@ -23,6 +23,8 @@ __all__ = [
     "add_revision",
     "changed_signatures",
     "last_event",
+    "last_revision",
+    "load_active",
     "load_revisions",
     "load_signature",
 ]
@@ -77,12 +79,36 @@ async def load_signature(store: Store, signature: str) -> SignatureRow | None:
     return None if row is None else SignatureRow(signature, row.request, row.profile)
 
 
-async def load_revisions(store: Store, signature: str) -> list[RevisionRow]:
-    """Every revision, the first one first; empty for an unknown signature."""
+async def last_revision(store: Store, signature: str) -> int:
+    """Number of the newest revision, which is how many there are; 0 for an unknown signature."""
     async with store.read() as connection:
-        query = select(revisions).where(revisions.c.signature == signature).order_by(revisions.c.revision)
+        query = select(func.max(revisions.c.revision)).where(revisions.c.signature == signature)
+        return int(await connection.scalar(query) or 0)
+
+
+async def load_active(store: Store, signature: str, job: str) -> dict[str, int]:
+    """The active revision for everyone, by "", and for `job` where it has one of its own."""
+    query = select(active.c.job, active.c.revision).where(active.c.signature == signature, active.c.job.in_(("", job)))
+    async with store.read() as connection:
+        return {row.job: row.revision for row in await connection.execute(query)}
+
+
+async def load_revisions(store: Store, signature: str, *, after: int, limit: int) -> list[RevisionRow]:
+    """The `limit` revisions behind number `after`, in the order of their numbers."""
+    columns = [column for column in revisions.c if column.name not in ("plan", "plan_sha256")]
+    numbers = (after, after + limit)
+    query = (
+        select(*columns)
+        .where(revisions.c.signature == signature, revisions.c.revision > numbers[0])
+        .where(revisions.c.revision <= numbers[1])
+        .order_by(revisions.c.revision)
+    )
+    pointing = select(active).where(
+        active.c.signature == signature, active.c.revision > numbers[0], active.c.revision <= numbers[1]
+    )
+    async with store.read() as connection:
         rows = (await connection.execute(query)).mappings().all()
-        pointers = (await connection.execute(select(active).where(active.c.signature == signature))).mappings().all()
+        pointers = (await connection.execute(pointing)).mappings().all()
     return [
         RevisionRow(
             revision=row["revision"],

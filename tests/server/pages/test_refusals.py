@@ -12,7 +12,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser
 
-from bucketplan_core.collectives import Options
+from bucketplan_core.collectives import PLACEMENTS, STRATEGIES, Options
 from bucketplan_server import cli_tokens
 from bucketplan_server.settings import load_settings
 from tests.support.browser import follow, watched_tab
@@ -200,6 +200,64 @@ def test_a_form_that_is_refused_comes_back_as_it_was_filled_in(client, action, f
             assert html.unescape(shown[1]) == typed[name]
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "value", "status"),
+    [
+        ("/plans", "signature", '"><b>zz', 400),
+        ("/plans", "job", '../"x', 400),
+        ("/plans", "strategy", "magic", 400),
+        ("/plans", "since", "2026-13-45", 400),
+        ("/plans", "until", "9999-12-31", 400),
+        ("/events", "signature", "abc", 400),
+        ("/events", "job", '../"x', 400),
+        ("/events", "kind", "plan.eaten", 400),
+        ("/diff", "a", "abc", 400),
+        ("/diff", "b", "1" * 64, 404),
+        ("/diff", "revision_a", "first", 400),
+        ("/diff", "revision_b", "99", 404),
+    ],
+)
+def test_a_filter_that_is_refused_comes_back_as_it_was_filled_in(client, path, field, value, status):
+    known = new_plan(client)
+    forms = {
+        "/plans": {"parameter": 'because <b>"I"</b> 🚂', "module": "kept"},
+        "/events": {"signature": known, "job": "kept"},
+        "/diff": {"a": known, "b": known, "revision_a": "1", "revision_b": "1"},
+    }
+    typed = forms[path] | {field: value}
+    answer = client.get(path, params=typed)
+    assert answer.status_code == status
+    text = answer.text
+    assert "<title>Error: " in text
+    assert text.count('aria-invalid="true"') == 1
+    at_fault = re.search(r'<(?:input|select)[^>]*aria-invalid="true"[^>]*>', text)[0]
+    assert f'name="{field}"' in at_fault
+    assert f'aria-describedby="filter-{field}-error"' in at_fault
+    assert "date" not in re.findall('type="([^"]*)"', at_fault), "a browser empties a date that is none"
+    told = re.search(f'id="filter-{field}-error">(.*?)</p>', text, re.DOTALL)[1]
+    alert = re.search('role="alert">(.*?)</div>', text, re.DOTALL)[1]
+    for said in (told, alert):
+        said = html.unescape(re.sub("<[^>]*>", "", said))
+        assert said.startswith(f"{field}: ")
+        assert value in said
+    kept = {name: html.unescape(found) for name, found in re.findall(r'name="(\w+)"[^>]* value="([^"]*)"', text)}
+    kept |= {name: html.unescape(found) for name, found in re.findall(r'name="(\w+)".*<option selected>([^<]*)<', text)}
+    assert {name: kept[name] for name in typed} == typed
+
+
+def test_a_replan_offers_every_strategy_and_placement_that_there_is(client):
+    signature = new_plan(client)
+    text = client.get(f"/plans/{signature}").text
+    for name, allowed in (("strategy", STRATEGIES), ("placement", PLACEMENTS)):
+        chosen = re.search(f'<select id="{name}".*?</select>', text, re.DOTALL)[0]
+        assert tuple(re.findall("<option[^>]*>([^<]*)<", chosen)) == allowed
+        for value in allowed:
+            answer = client.post(f"/plans/{signature}/replan", data={"reason": "test", name: value})
+            # 422: some need figures of the hardware, which this plan has none of.
+            assert answer.status_code in (200, 422)
+            assert "must be one of" not in answer.text
+
+
 def test_many_revisions_are_paged_and_chosen_by_number(client):
     signature = new_plan(client)
     body = {"options": {"strategy": "none"}, "reason": "test"}
@@ -273,6 +331,13 @@ def test_refusals_are_accessible_on_a_small_phone(chromium: Browser, open_server
         assert tab.title().startswith("Error:")
         field = tab.locator("#activate-reason")
         assert "say why" in tab.locator(f"#{field.get_attribute('aria-describedby')}").inner_text()
+        found = Axe().run(tab)
+        assert found.violations_count == 0, found.generate_report()
+        assert tab.evaluate("document.documentElement.scrollWidth") <= 360
+        tab.goto("/plans?since=2026-13-45&module=kept")
+        field = tab.get_by_label("Stored since (UTC)")
+        assert (field.input_value(), tab.get_by_label("Module").input_value()) == ("2026-13-45", "kept")
+        assert "like 2026-12-31" in tab.locator(f"#{field.get_attribute('aria-describedby')}").inner_text()
         found = Axe().run(tab)
         assert found.violations_count == 0, found.generate_report()
         assert tab.evaluate("document.documentElement.scrollWidth") <= 360

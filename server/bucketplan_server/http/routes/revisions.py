@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from typing import Annotated
+
+from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -80,15 +82,25 @@ async def get_profile(request: Request, state: State, signature: Signature) -> R
 @router.get(
     "/v1/plans/{signature}/revisions",
     dependencies=[needs("auditor")],
-    summary="Every revision of a signature, the planner's own first",
+    summary="Revisions of a signature, the planner's own first",
     responses={
-        200: both(obj({"revisions": {"type": "array", "items": MAP}, "signature": DIGEST}), "who, when, why"),
+        200: both(
+            obj({"revisions": {"type": "array", "items": MAP}, "signature": DIGEST}),
+            "at most `limit` revisions behind `after`: who, when, why",
+        ),
         **problems(*_READ_PROBLEMS),
     },
 )
-async def list_revisions(request: Request, state: State, caller: Caller, signature: Signature) -> Response:
+async def list_revisions(
+    request: Request,
+    state: State,
+    caller: Caller,
+    signature: Signature,
+    after: Annotated[int, Query(ge=0, le=2**31 - 1, description="only revisions behind this number")] = 0,
+    limit: Annotated[int, Query(ge=1, le=1000, description="most revisions answered")] = 100,
+) -> Response:
     encoding = wanted_encoding(request)
-    found = await state.revisions.revisions(signature)
+    found = await state.revisions.revisions(signature, after=after, limit=limit)
     return answer({"revisions": [_readable(row, caller, state) for row in found], "signature": signature}, encoding)
 
 
