@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -18,7 +19,7 @@ from bucketplan_server.access.authenticate import Access
 from bucketplan_server.access.service import TokenService
 from bucketplan_server.access.tokens import TokenTable
 from bucketplan_server.http.app import build_app
-from bucketplan_server.http.front import Front
+from bucketplan_server.http.front import TRUSTED_PROXIES, Front
 from bucketplan_server.http.state import AppState
 from bucketplan_server.jobs.service import JobService
 from bucketplan_server.limits import prepare_limits
@@ -99,6 +100,7 @@ async def _serve(settings: Settings) -> None:
             epochs=state.plans.epochs,
             metrics=state.metrics,
             max_body_bytes=settings.max_body_bytes,
+            trusted_proxies=os.environ.get("FORWARDED_ALLOW_IPS", TRUSTED_PROXIES),
         )
         config = uvicorn.Config(
             front,
@@ -109,6 +111,7 @@ async def _serve(settings: Settings) -> None:
             ws="none",
             lifespan="off",
             access_log=False,
+            proxy_headers=False,  # the front reads them where they matter
             log_config=None,
             backlog=settings.backlog,
             server_header=False,

@@ -26,8 +26,9 @@ from tests.support.load import request_bytes, send_all
 from tests.support.paths import ROOT
 from tests.support.server import RunningServer, free_port, running_server
 
-ROUNDS = 15
-REQUESTS_A_ROUND = 600
+ROUNDS = 180
+REQUESTS_A_ROUND = 50
+WARM_UP_ROUNDS = 10
 CPU_ROUNDS = 5
 CPU_REQUESTS_A_ROUND = 100
 HERD_CONNECTIONS = 2_000
@@ -54,14 +55,15 @@ def ask(connection: socket.socket, payload: bytes, length: int, times: int) -> N
 
 
 @contextlib.contextmanager
-def bare_server(folder: Path, bodies: list[bytes]) -> Iterator[tuple[int, int]]:
-    """Port and process id of the bare application."""
-    files = []
-    for index, body in enumerate(bodies):
-        files.append(folder / f"body{index}")
-        files[-1].write_bytes(body)
+def bare_server(folder: Path, bodies: dict[str, bytes]) -> Iterator[tuple[int, int]]:
+    """Port and process id of the bare application that answers `bodies` by path."""
+    files: list[str] = []
+    for index, (path, body) in enumerate(bodies.items()):
+        file = folder / f"body{index}"
+        file.write_bytes(body)
+        files += [path, str(file)]
     port = free_port()
-    command = [sys.executable, "-m", "tests.support.bare_asgi", str(port), *map(str, files)]
+    command = [sys.executable, "-m", "tests.support.bare_asgi", str(port), *files]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL)
     try:
         while True:
@@ -105,15 +107,14 @@ def hot_get_ratios(folder: Path) -> tuple[dict[str, float], dict[str, float]]:
             posted = httpx.post(f"{server.url}/v1/plans", content=posts[name], headers=MSGPACK, timeout=60)
             posted.raise_for_status()
             paths[name], bodies[name] = f"/v1/plans/{request.signature}", posted.content
-        with bare_server(folder, list(bodies.values())) as (bare_port, bare_pid):
+        with bare_server(folder, {paths[name]: body for name, body in bodies.items()}) as (bare_port, bare_pid):
             token: dict[str, str] = {}
             for suffix in ("", "_token"):
                 if suffix:
                     token["Authorization"] = f"Bearer {make_rank_token(server)}"
-                for index, name in enumerate(NUM_CANDIDATES):
-                    ours = request_bytes("GET", paths[name], accept | token)
-                    bare = request_bytes("GET", f"/{index}", accept | token)
-                    ratios[name + suffix] = _ratio((server.port, server.pid, ours), (bare_port, bare_pid, bare))
+                for name, path in paths.items():
+                    get = request_bytes("GET", path, accept | token)
+                    ratios[name + suffix] = _ratio((server.port, server.pid, get), (bare_port, bare_pid, get))
         calls = {f"hot_get_{name}": request_bytes("GET", path, accept | token) for name, path in paths.items()}
         calls["unknown_get"] = request_bytes("GET", f"/v1/plans/{'0' * 64}", accept | token)
         calls["known_post_50k"] = request_bytes("POST", "/v1/plans", MSGPACK | token, posts["50k"])
@@ -148,7 +149,7 @@ def _ratio(ours: tuple[int, int, bytes], bare: tuple[int, int, bytes]) -> float:
     sides = [(*side, answer_length(side[0], side[2])) for side in (ours, bare)]
     connections = [socket.create_connection(("127.0.0.1", port)) for port, *_ in sides]
     try:
-        for number in range(-1, ROUNDS):
+        for number in range(-WARM_UP_ROUNDS, ROUNDS):
             spent = [0, 0]
             for side in (0, 1) if number % 2 else (1, 0):
                 _, pid, payload, length = sides[side]

@@ -7,6 +7,7 @@ import httpx
 import pytest
 import uvicorn
 from starlette.requests import Request
+from starlette.types import ASGIApp
 
 from bucketplan_core.wire import from_json, pack, unpack
 from bucketplan_server.access.authenticate import Access
@@ -71,17 +72,43 @@ def test_a_fault_of_the_server_has_the_same_shape_and_hides_its_reason(encoding)
         raise RuntimeError("secret detail")
 
     async def call() -> httpx.Response:
-        metrics = Metrics()
-        access = Access(TokenTable(required=False), metrics)
-        parts = {"memory": PlanMemory(0), "epochs": EpochMemory(), "metrics": metrics, "access": access}
-        front = Front(broken, **parts, max_body_bytes=1024)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://server") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(around(broken)), base_url="http://server") as client:
             return await client.get("/v1/plans", headers={"Accept": f"application/{encoding}"})
 
     answer = asyncio.run(call())
     check_shape(answer, "internal", encoding)
     assert b"secret" not in answer.content
     assert answer.headers["x-request-id"].encode() in answer.content
+
+
+def around(app: ASGIApp, **options: str) -> Front:
+    """A front with nothing in memory."""
+    metrics = Metrics()
+    parts = {"memory": PlanMemory(0), "epochs": EpochMemory(), "metrics": metrics}
+    return Front(app, **parts, access=Access(TokenTable(required=False), metrics), max_body_bytes=1024, **options)
+
+
+@pytest.mark.parametrize(
+    ("peer", "trusted", "seen"),
+    [
+        ("127.0.0.1", {}, ("192.0.2.7", "https")),
+        ("198.51.100.1", {}, ("198.51.100.1", "http")),
+        ("198.51.100.1", {"trusted_proxies": "198.51.100.0/24"}, ("192.0.2.7", "https")),
+    ],
+)
+def test_a_trusted_proxy_says_who_calls_and_how(peer, trusted, seen):
+    async def echo(scope, receive, send):
+        body = f"{scope['client'][0]} {scope['scheme']}".encode()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    async def call() -> httpx.Response:
+        transport = httpx.ASGITransport(around(echo, **trusted), client=(peer, 4711))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            told = {"X-Forwarded-For": "192.0.2.7", "X-Forwarded-Proto": "https"}
+            return await client.get("/v1/plans", headers=told)
+
+    assert asyncio.run(call()).text == " ".join(seen)
 
 
 async def raising(request: Request) -> None:

@@ -1,6 +1,6 @@
 """The least ASGI application that answers bytes, on the same uvicorn: what a served plan is measured against.
 
-python -m tests.support.bare_asgi PORT FILE...      GET /0 answers the first file, GET /1 the second
+python -m tests.support.bare_asgi PORT PATH FILE [PATH FILE]...      GET of a path answers its file
 """
 
 import sys
@@ -9,9 +9,9 @@ from pathlib import Path
 import uvicorn
 
 
-def application(bodies: list[bytes]):
+def application(bodies: dict[str, bytes]):
     answers = {
-        f"/{index}": (
+        path: (
             {
                 "type": "http.response.start",
                 "status": 200,
@@ -19,7 +19,7 @@ def application(bodies: list[bytes]):
             },
             {"type": "http.response.body", "body": body},
         )
-        for index, body in enumerate(bodies)
+        for path, body in bodies.items()
     }
 
     async def app(scope, receive, send):
@@ -32,7 +32,7 @@ def application(bodies: list[bytes]):
 
 def main() -> None:
     port, *files = sys.argv[1:]
-    app = application([Path(file).read_bytes() for file in files])
+    app = application({path: Path(file).read_bytes() for path, file in zip(files[::2], files[1::2], strict=True)})
     uvicorn.run(
         app, port=int(port), loop="uvloop", http="httptools", ws="none", lifespan="off", access_log=False,
         server_header=False, log_level="warning", backlog=4096,

@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl
 import structlog
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from bucketplan_server.access.authenticate import Access, login_redirect
 from bucketplan_server.http.bodies import too_large
@@ -23,8 +24,10 @@ from bucketplan_server.metrics import Metrics
 from bucketplan_server.pages.problem import refusal
 from bucketplan_server.problems import Problem
 
-__all__ = ["Front"]
+__all__ = ["TRUSTED_PROXIES", "Front"]
 
+TRUSTED_PROXIES = "127.0.0.1,::1"
+"""Proxies on this host, as uvicorn trusts them unless told otherwise."""
 _PREFIX = "/v1/plans/"
 _PLAN_PATH_CHARACTERS = len(_PREFIX) + 64
 _MSGPACK = MSGPACK_TYPE.encode()
@@ -32,7 +35,11 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}\Z")
 
 
 class Front:
-    """An ASGI application around another one."""
+    """An ASGI application around another one.
+
+    What a proxy of `trusted_proxies` says of its caller (`X-Forwarded-For`, `X-Forwarded-Proto`) is read for everything
+    but known plans, whose answers depend on neither.
+    """
 
     def __init__(
         self,
@@ -43,8 +50,10 @@ class Front:
         epochs: EpochMemory,
         metrics: Metrics,
         max_body_bytes: int,
+        trusted_proxies: str = TRUSTED_PROXIES,
     ) -> None:
         self._app = app
+        self._behind_proxies = ProxyHeadersMiddleware(self._guarded, trusted_proxies)  # type: ignore[arg-type]  # it wants dicts typed by key
         self._access = access
         self._tokens = access.table
         self._memory = memory
@@ -66,7 +75,7 @@ class Front:
                 await send(messages[0])
                 await send(messages[1])
                 return
-        await self._guarded(scope, receive, send)
+        await self._behind_proxies(scope, receive, send)  # type: ignore[arg-type]
 
     def _known_plan(self, scope: Scope) -> tuple[Any, Any] | None:
         """The stored answer, or None where anything about the request is not the plain case."""
