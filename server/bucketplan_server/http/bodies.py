@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import zlib
 from collections.abc import AsyncIterator, Callable
 
@@ -12,6 +11,7 @@ from starlette.requests import Request
 from bucketplan_core.errors import DecodeError
 from bucketplan_core.fields import Fields
 from bucketplan_core.wire import WireValue, from_json, unpack
+from bucketplan_server.beside import DECODED_BYTES, beside
 from bucketplan_server.http.negotiation import body_encoding
 from bucketplan_server.problems import Problem, refuse
 
@@ -20,8 +20,6 @@ __all__ = ["PlanBody", "read_body", "read_document", "read_plan_body", "too_larg
 _GZIP_WINDOW = 16 + zlib.MAX_WBITS
 MAX_DOCUMENT_BYTES = 2**20
 """Largest body of the small calls (attempts, reports, operators): they are decoded beside the hot path."""
-_DECODED_AT_ONCE_BYTES = 2**15
-"""Above this, decoding takes milliseconds and goes to a thread."""
 
 
 def too_large(limit: int) -> Problem:
@@ -132,7 +130,6 @@ async def read_document(request: Request, *, path: str = "body") -> Fields:
     data = await read_body(request, limit=MAX_DOCUMENT_BYTES)
     try:
         decode: Callable[[bytes], WireValue] = unpack if encoding == "msgpack" else from_json
-        tree = await asyncio.to_thread(decode, data) if len(data) > _DECODED_AT_ONCE_BYTES else decode(data)
-        return Fields(tree, path)
+        return Fields(await beside(len(data) > DECODED_BYTES, decode, data), path)
     except DecodeError as error:
         raise refuse(error, document=path).problem() from None

@@ -10,6 +10,7 @@ from typing import TypeVar
 import structlog
 
 from bucketplan_core.wire import WireValue
+from bucketplan_server.beside import ANSWER_BYTES, beside
 from bucketplan_server.planner import worker
 from bucketplan_server.planner.calls import frame_call, read_answer
 from bucketplan_server.planner.child import Limits, PlanningProcess
@@ -23,8 +24,6 @@ _ATTEMPTS = 2
 """A planner may be killed for no fault of the request (an operator, the kernel out of memory): it is tried again."""
 _GRACE_SECONDS = 30.0
 """What a planner gets beyond its own time limit before the server ends it: it may be stopped, or deaf inside C code."""
-_LARGE_BYTES = 256 * 1024
-"""Answers above this are read in a thread, so that other requests do not wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +116,7 @@ class PlannerPool:
 
     async def _checked(self, function: Callable[..., T | Refused], *arguments: object) -> T:
         body = await self._run(frame_call(function, *arguments))
-        if len(body) > _LARGE_BYTES:
-            return await asyncio.to_thread(lambda: read_answer(function, body))
-        return read_answer(function, body)
+        return await beside(len(body) > ANSWER_BYTES, read_answer, function, body)
 
     async def _run(self, call: bytes) -> bytes:
         if not self._runners:

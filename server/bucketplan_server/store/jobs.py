@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from bucketplan_core.epoch import Epoch
 from bucketplan_core.fields import Fields
 from bucketplan_core.wire import digest_of, pack, unpack
 from bucketplan_server.access.principal import SEPARATOR
+from bucketplan_server.beside import SORTED_REPORTS, beside
 from bucketplan_server.store.arrivals import RefusedReport, sort_arrivals
 from bucketplan_server.store.engine import Store
 from bucketplan_server.store.events import Cause, append_event
@@ -41,8 +41,6 @@ __all__ = [
 ]
 
 _RANKS_PER_QUERY = 200
-_SORTED_AT_ONCE = 200
-"""Above this, comparing reports takes milliseconds and goes to a thread."""
 _PRUNED = "reports.pruned"
 
 
@@ -226,8 +224,7 @@ async def store_reports(
     now = time.time_ns()
     async with store.write() as connection:
         known = await _known_reports(connection, job, attempt, {report.rank for report in arrived})
-        few = len(known) + len(arrived) <= _SORTED_AT_ONCE
-        found = sort_arrivals(known, arrived) if few else await asyncio.to_thread(sort_arrivals, known, arrived)
+        found = await beside(len(known) + len(arrived) > SORTED_REPORTS, sort_arrivals, known, arrived)
         if found.new:
             await _insert_reports(connection, job, attempt, found.new, cause, now)
     return len(found.new), found.refused

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -17,6 +16,7 @@ from bucketplan_core.plan import Plan
 from bucketplan_core.wire import WireValue
 from bucketplan_server.access import Caller, needs
 from bucketplan_server.access.principal import JOB_PATTERN
+from bucketplan_server.beside import READ_REPORTS, beside
 from bucketplan_server.http.answers import answer, wanted_encoding
 from bucketplan_server.http.bodies import read_document
 from bucketplan_server.http.describe import DIGEST, MAP, body_of, both, obj, problems
@@ -33,8 +33,6 @@ router = APIRouter()
 Job = Annotated[str, Path(pattern=JOB_PATTERN, description="name of the job; NAMESPACE~JOB with an unscoped token")]
 Number = Annotated[int, Path(ge=1, le=MAX_RANK, description="number of the attempt")]
 _MAX_REPORTS = 20_000
-_READ_AT_ONCE = 100
-"""Above this, reading reports takes milliseconds and goes to a thread."""
 _TEXT = {"type": "string"}
 _COUNT = {"type": "integer"}
 _RANKS = {"type": "array", "items": _COUNT}
@@ -229,8 +227,7 @@ async def post_reports(request: Request, state: State, caller: Caller, job: Job,
     try:
         listed = fields.array("reports", limit=_MAX_REPORTS)
         fields.finish()
-        many = len(listed) > _READ_AT_ONCE
-        reports = await asyncio.to_thread(_read_reports, listed) if many else _read_reports(listed)
+        reports = await beside(len(listed) > READ_REPORTS, _read_reports, listed)
     except BucketplanError as error:
         raise refuse(error).problem() from None
     await state.jobs.report(caller.job(job), attempt, reports, cause_of(request, "report"))
