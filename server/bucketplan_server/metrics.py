@@ -32,7 +32,7 @@ METRICS: dict[str, tuple[str, tuple[str, ...], str]] = {
         (),
         "posts that waited for a planning that was already running",
     ),
-    "bucketplan_waiters": ("gauge", (), "posts waiting for planning now"),
+    "bucketplan_waiters": ("gauge", (), "calls waiting for planning now"),
     "bucketplan_planner_crashes_total": ("counter", (), "planning processes that died"),
     "bucketplan_store_errors_total": ("counter", (), "transactions that failed"),
     "bucketplan_attempts_opened_total": ("counter", (), "job attempts that were opened"),

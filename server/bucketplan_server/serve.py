@@ -148,11 +148,14 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         seconds = 0.0 if self._state.draining else self._state.settings.drain_seconds
-        self._state.draining = self._state.plans.stopping = True
+        self._state.draining = True
         self._end_at = time.monotonic() + seconds
         self._log.info("server.draining", signal=signal.Signals(sig).name, seconds=seconds)
 
     async def on_tick(self, counter: int) -> bool:
+        if self._state.draining:
+            # Not in the signal's handler, which may interrupt the event loop anywhere.
+            self._state.plans.stop()
         return await super().on_tick(counter) or time.monotonic() >= self._end_at
 
 

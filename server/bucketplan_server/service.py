@@ -10,6 +10,7 @@ import structlog
 
 from bucketplan_core.epoch import Epoch
 from bucketplan_core.errors import SignatureMismatch
+from bucketplan_server.beside import HASHED_BYTES, beside
 from bucketplan_server.memory import Entry, EpochMemory, PlanMemory, Served, build_entry, fixed_key
 from bucketplan_server.metrics import Metrics
 from bucketplan_server.planner.planned import PlanJob
@@ -32,9 +33,6 @@ from bucketplan_server.store.plans import (
 
 __all__ = ["Pending", "PlanService", "unknown_signature"]
 
-_HASHED_AT_ONCE_BYTES = 2**20
-"""Above this a hash takes milliseconds and goes to a thread (hashlib releases the interpreter lock)."""
-
 
 class Pending(Exception):
     """Planning takes longer than a caller may wait; repeating the call is harmless."""
@@ -54,6 +52,7 @@ class PlanService:
         self._arrivals: dict[str, set[asyncio.Event]] = {}
         self._generation: dict[str, int] = {}
         self._waiters = 0
+        self._num_expecting = 0
         self.epochs = EpochMemory()
         self.stopping = False
         self._log = structlog.get_logger("bucketplan_server")
@@ -66,7 +65,8 @@ class PlanService:
         """What is stored for `signature`, None if nothing is.
 
         A signature that is being planned is waited for, up to the setting; with `wait_seconds` one that nobody posted
-        yet, too. Raises `Pending` when planning goes on after that.
+        yet, too. Raises `Pending` when planning goes on after that, and ``busy`` in place of waiting for a post while
+        the server stops.
         """
         entry = await self._known(signature)
         if entry is not None:
@@ -82,6 +82,9 @@ class PlanService:
         entry = self.memory.get(signature)
         if entry is None:
             self._metrics.count("bucketplan_plan_misses_total")
+            if wait_seconds > 0 and self.stopping:
+                # Not as unknown: the caller did not get the time that it wanted to wait, and others can give it.
+                raise self._stops()
         return entry
 
     async def post(self, signature: str, request: bytes, profile: bytes | None, cause: Cause) -> tuple[Entry, bool]:
@@ -90,8 +93,7 @@ class PlanService:
         `request` must hash to `signature`. A profile is read only where the signature is new: the first one is bound
         for ever. The flag says whether this call had it planned. Raises `Pending`.
         """
-        large = len(request) > _HASHED_AT_ONCE_BYTES
-        actual = await asyncio.to_thread(_sha256, request) if large else _sha256(request)
+        actual = await beside(len(request) > HASHED_BYTES, _sha256, request)
         if actual != signature:
             raise refuse(SignatureMismatch(claimed=signature, actual=actual)).problem()
         entry = await self._known(signature)
@@ -192,6 +194,13 @@ class PlanService:
         self.memory.drop(signature)
         self._generation[signature] = self._generation.get(signature, 0) + 1
 
+    def stop(self) -> None:
+        """End the waits for posts, now and from now on; what is being planned is still waited for."""
+        self.stopping = True
+        for waiting in self._arrivals.values():
+            for arrived in waiting:
+                arrived.set()
+
     async def close(self) -> None:
         """Let plannings that were begun be stored."""
         if self._flights:
@@ -286,17 +295,26 @@ class PlanService:
             self._waiters -= 1
 
     async def _arrival(self, signature: str, seconds: float) -> None:
-        """Returns when somebody posts `signature`, or after `seconds`."""
+        """Returns when somebody posts `signature`, after `seconds`, or as the server stops."""
+        if self.stopping:
+            return
+        if self._num_expecting >= self._settings.max_waiters:
+            raise self.busy("callers wait for a post", self._settings.max_waiters)
         arrived = asyncio.Event()
         waiting = self._arrivals.setdefault(signature, set())
         waiting.add(arrived)
+        self._num_expecting += 1
         try:
             async with asyncio.timeout(seconds):
                 await arrived.wait()
         except TimeoutError:
+            pass
+        finally:
+            self._num_expecting -= 1
             waiting.discard(arrived)
-            if not waiting:
-                self._arrivals.pop(signature, None)
+            # After a post others may wait again, in a set of their own.
+            if not waiting and self._arrivals.get(signature) is waiting:
+                del self._arrivals[signature]
 
     async def _remember(self, active: PlanRow, first: PlanRow, generation: int) -> Entry:
         """The entry of these rows, kept in memory unless the signature changed since `generation` was read."""
@@ -339,6 +357,14 @@ class PlanService:
             f"{limit} {what}, the most that this server takes; repeat the call",
             fields={"limit": limit},
             headers={"Retry-After": str(self._settings.retry_after_seconds)},
+        )
+
+    def _stops(self) -> Problem:
+        return Problem(
+            "busy",
+            "the server is stopping, so it waits for no post; repeat the call, which another replica may answer",
+            # On a connection of its own, the repeated call can reach one.
+            headers={"Retry-After": str(self._settings.retry_after_seconds), "Connection": "close"},
         )
 
 

@@ -46,9 +46,18 @@ class Settings(BaseSettings):
     tls_certificate: str | None = Field(None, description="PEM file of the certificate chain; serves https with it")
     tls_key: str | None = Field(None, description="PEM file of the certificate's private key, without a passphrase")
     max_body_bytes: int = Field(32 * 2**20, ge=1024, description="largest body taken, after inflation")
-    plan_wait_seconds: float = Field(25.0, ge=0, le=600, description="longest wait of a post before it answers 202")
+    plan_wait_seconds: float = Field(
+        25.0,
+        ge=0,
+        le=600,
+        description="longest wait for planning before 202, and of a reader for a post, whatever it asks for",
+    )
     retry_after_seconds: int = Field(1, ge=0, description="Retry-After of 202 and 503 answers")
-    max_waiters: int = Field(20_000, ge=1, description="posts that may wait for planning at once; above it 503")
+    max_waiters: int = Field(
+        20_000,
+        ge=1,
+        description="calls that may wait for planning at once, and readers that may wait for a post; above either 503",
+    )
     max_status_waiters: int = Field(
         1_000, ge=1, description="calls that may wait for an attempt to change at once; above it 503"
     )

@@ -15,6 +15,7 @@ from bucketplan_server.http.bodies import read_body, read_plan_body
 from bucketplan_server.http.describe import DIGEST, PLAN, body_of, both, obj, problems
 from bucketplan_server.http.negotiation import Encoding, body_encoding
 from bucketplan_server.http.state import State, cause_of
+from bucketplan_server.http.waiting import while_connected
 from bucketplan_server.problems import Problem
 from bucketplan_server.service import Pending, unknown_signature
 
@@ -61,11 +62,18 @@ async def get_plan(
     request: Request,
     state: State,
     signature: Signature,
-    wait: Annotated[int, Query(ge=0, le=600, description="seconds to wait for an unknown signature to be posted")] = 0,
+    wait: Annotated[
+        int,
+        Query(
+            ge=0,
+            le=600,
+            description="seconds to wait for an unknown signature to be posted, at most BUCKETPLAN_PLAN_WAIT_SECONDS",
+        ),
+    ] = 0,
 ) -> Response:
     encoding = wanted_encoding(request)
     try:
-        entry = await state.plans.find(signature, wait_seconds=wait)
+        entry = await while_connected(request, state.plans.find(signature, wait_seconds=wait))
     except Pending:
         state.access.check_again(request.scope)
         return _pending(signature, encoding, state)
@@ -120,7 +128,8 @@ async def post_plan(request: Request, state: State) -> Response:
         canonical = await state.pool.canonicalize(data)
         signature, encoded, profile = canonical.signature, canonical.request, canonical.profile
     try:
-        entry, created = await state.plans.post(signature, encoded, profile, cause_of(request, "first request"))
+        posted = state.plans.post(signature, encoded, profile, cause_of(request, "first request"))
+        entry, created = await while_connected(request, posted)
     except Pending:
         state.access.check_again(request.scope)
         return _pending(signature, encoding, state)
