@@ -38,18 +38,9 @@ async def list_plans(
     store: Store, wanted: PlanFilter, *, before: tuple[int, str] | None, limit: int
 ) -> list[dict[str, Any]]:
     """The newest signatures first, those older than `before` (time and signature of the last one of a page)."""
-    here = (revisions.c.signature == signatures.c.signature) & (revisions.c.revision == active.c.revision)
     columns = ("signature", "created_ns", "actor", "strategy", "phase", "num_candidates", "groups", "profile")
     query = (
-        select(
-            *(signatures.c[name] for name in columns),
-            revisions.c.revision,
-            revisions.c.digest,
-            revisions.c.planner,
-            revisions.c.origin,
-        )
-        .join(active, (active.c.signature == signatures.c.signature) & (active.c.job == ""))
-        .join(revisions, here)
+        select(*(signatures.c[name] for name in columns))
         .order_by(signatures.c.created_ns.desc(), signatures.c.signature.desc())
         .limit(limit)
     )
@@ -78,5 +69,13 @@ async def list_plans(
         query = query.where(signatures.c.created_ns < wanted.until_ns)
     if before is not None:
         query = query.where(tuple_(signatures.c.created_ns, signatures.c.signature) < tuple_(*before))
+    # The page first, by the index of their times; what is active is looked up for its rows alone.
+    listed = query.subquery("listed")
+    whole = (
+        select(listed, revisions.c.revision, revisions.c.digest, revisions.c.planner, revisions.c.origin)
+        .join(active, (active.c.signature == listed.c.signature) & (active.c.job == ""))
+        .join(revisions, (revisions.c.signature == listed.c.signature) & (revisions.c.revision == active.c.revision))
+        .order_by(listed.c.created_ns.desc(), listed.c.signature.desc())
+    )
     async with store.read() as connection:
-        return [plain_row(row) for row in (await connection.execute(query)).mappings()]
+        return [plain_row(row) for row in (await connection.execute(whole)).mappings()]

@@ -109,6 +109,9 @@ async def load_revisions(store: Store, signature: str, *, after: int, limit: int
     async with store.read() as connection:
         rows = (await connection.execute(query)).mappings().all()
         pointers = (await connection.execute(pointing)).mappings().all()
+    serves: dict[int, list[str]] = {}
+    for pointer in pointers:
+        serves.setdefault(pointer["revision"], []).append(pointer["job"])
     return [
         RevisionRow(
             revision=row["revision"],
@@ -120,7 +123,7 @@ async def load_revisions(store: Store, signature: str, *, after: int, limit: int
             created_ns=row["created_ns"],
             actor=row["actor"],
             reason=row["reason"],
-            active_for=tuple(sorted(p["job"] for p in pointers if p["revision"] == row["revision"])),
+            active_for=tuple(sorted(serves.get(row["revision"], ()))),
         )
         for row in rows
     ]

@@ -69,6 +69,7 @@ signatures = Table(
     Column("modules", Text, nullable=False),
     Column("created_ns", BigInteger, nullable=False),
     Column("actor", Text, nullable=False),
+    Index("ix_signatures_created_ns", "created_ns", "signature"),
 )
 """Requests by signature, each bound for ever to the first profile that came with it.
 
@@ -116,8 +117,9 @@ events = Table(
     Column("body", LargeBinary, nullable=False),
     Column("previous", _DIGEST, nullable=False),
     Column("digest", _DIGEST, nullable=False),
-    Index("ix_events_signature", "signature"),
-    Index("ix_events_job", "job"),
+    Index("ix_events_signature", "signature", "seq"),
+    Index("ix_events_job", "job", "seq"),
+    Index("ix_events_job_kind", "job", "kind", "seq"),
 )
 """The audit log: every change of state, each event naming the digest of the one before."""
 
@@ -151,6 +153,7 @@ attempts = Table(
     Column("opened_ns", BigInteger, nullable=False),
     Column("actor", Text, nullable=False),
     UniqueConstraint("job", "key", name="uq_attempts_job"),
+    Index("ix_attempts_opened_ns", "job", "opened_ns", "attempt"),
 )
 """Starts of jobs, numbered here; `request` is the leader's whole body, `key` its nonce."""
 
