@@ -15,8 +15,8 @@ from bucketplan_core.plan import Decision
 from bucketplan_core.planners import current_version, find_planner
 from bucketplan_core.profile import CostProfile
 from bucketplan_core.request import Request
-from bucketplan_core.schedule import decide
-from bucketplan_core.simulate import Simulation, simulate
+from bucketplan_core.schedule import arrange_events
+from bucketplan_core.simulate import Simulation, simulate, simulate_steps
 from bucketplan_core.wire import WireValue
 
 __all__ = ["assess", "gap_ppm", "simulated_figures"]
@@ -89,5 +89,6 @@ def _baseline(
         placements = planner.propose(other, profile).placements
     except BucketplanError as error:
         return {"placement": placement, "unavailable": str(error)}
-    found = simulate(cost, decide(other, planner.version, placements))
+    members = [tuple(sorted(placement.members, key=request.payload_position)) for placement in placements]
+    found = simulate_steps(cost, members, arrange_events(other, placements))
     return {"placement": placement} | simulated_figures(found)

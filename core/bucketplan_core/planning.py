@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bucketplan_core.assess import assess
 from bucketplan_core.legality import check_decision
+from bucketplan_core.pause import collector_paused
 from bucketplan_core.plan import Plan
 from bucketplan_core.planners import find_planner
 from bucketplan_core.profile import CostProfile
@@ -19,6 +20,11 @@ def make_plan(request: Request, profile: CostProfile | None = None) -> Plan:
     Raises `PlannerUnavailable` for a planner version that this build lacks, `PlanningError` for options that cannot be
     met, `DecodeError` for a profile of another request. The decision has passed `check_decision`.
     """
+    with collector_paused():
+        return _make_plan(request, profile)
+
+
+def _make_plan(request: Request, profile: CostProfile | None) -> Plan:
     planner = find_planner(request.options.planner)
     bound = profile if profile is not None else CostProfile.empty(request)
     bound.check(request)

@@ -25,7 +25,7 @@ Time and memory are linear in steps. Between two steps a slowed-down duration is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -44,6 +44,7 @@ __all__ = [
     "memory_curve",
     "run_steps",
     "simulate",
+    "simulate_steps",
 ]
 
 COMPUTE_STREAM = "compute"
@@ -146,10 +147,19 @@ class Buffers:
 
 def simulate(cost: CostModel, decision: Decision, *, trace: bool = False) -> Simulation:
     """Run `decision`, which must be legal for the cost model's request; `trace` also records the timeline's boxes."""
-    members = [bucket.members for bucket in decision.buckets]
-    costs = [cost.bucket(m) for m in members]
-    streams = [cost.lane_streams[bucket.lane] for bucket in decision.buckets]
     steps = [(step.gap, int(step.op), step.target) for step in decision.steps]
+    found, run = _simulated(cost, [bucket.members for bucket in decision.buckets], steps)
+    return replace(found, events=_trace(cost, decision, run)) if trace else found
+
+
+def simulate_steps(cost: CostModel, members: Sequence[tuple[int, ...]], steps: Steps) -> Simulation:
+    """Run `steps` over buckets of these members, each in registration order, which no decision was made of."""
+    return _simulated(cost, members, steps)[0]
+
+
+def _simulated(cost: CostModel, members: Sequence[tuple[int, ...]], steps: Steps) -> tuple[Simulation, Run]:
+    costs = [cost.bucket(m) for m in members]
+    streams = [cost.lane_streams[cost.lane_of[m[0]]] for m in members]
     run = run_steps(cost, costs, streams, steps)
     memory = memory_curve(cost, [buffers_of(cost, m) for m in members], steps)
     buckets = tuple(CollectiveTimes(*a, *b) for a, b in zip(run.launched, run.waited, strict=True))
@@ -157,7 +167,7 @@ def simulate(cost: CostModel, decision: Decision, *, trace: bool = False) -> Sim
     launches = len(costs) * cost.hardware.launch_ns
     copies = sum(c.launch_ns + c.wait_ns for c in costs) - launches
     exposed = sum(times.exposed_ns for times in (*buckets, *fixed))
-    return Simulation(
+    found = Simulation(
         step_ns=run.step_ns,
         compute_ns=cost.compute_ns,
         copies_ns=copies,
@@ -169,8 +179,9 @@ def simulate(cost: CostModel, decision: Decision, *, trace: bool = False) -> Sim
         buckets=buckets,
         fixed=fixed,
         memory=memory,
-        events=_trace(cost, decision, run) if trace else (),
+        events=(),
     )
+    return found, run
 
 
 def run_steps(cost: CostModel, costs: Sequence[BucketCost], streams: Sequence[int], steps: Steps) -> Run:

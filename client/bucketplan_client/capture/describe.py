@@ -13,11 +13,11 @@ from bucketplan_client.capture.costs import cost_profile
 from bucketplan_client.capture.groups import GroupRoles
 from bucketplan_client.capture.names import module_fqns_of, parameter_name
 from bucketplan_client.capture.parse import Collective, is_wait, parse_collective
-from bucketplan_client.capture.pause import collector_paused
 from bucketplan_client.capture.recognize import Recognised, is_backward_node, recognise
 from bucketplan_client.capture.storage import StorageMap
 from bucketplan_client.capture.timeline import Timeline, own_nodes
 from bucketplan_core.collectives import ALL_GATHER_KINDS, Candidate, FixedCollective, Options
+from bucketplan_core.pause import collector_paused
 from bucketplan_core.request import Request
 
 __all__ = ["ScopeLike", "describe_graph"]

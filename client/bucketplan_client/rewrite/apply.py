@@ -15,7 +15,6 @@ from torch import fx
 
 from bucketplan_client.capture.binding import Description
 from bucketplan_client.capture.describe import describe_graph
-from bucketplan_client.capture.pause import collector_paused
 from bucketplan_client.capture.shapes import facts_of
 from bucketplan_client.rewrite.emit import BucketEmitter, Member
 from bucketplan_client.rewrite.errors import RewriteError, StalePlan
@@ -23,6 +22,7 @@ from bucketplan_client.rewrite.fakes import FakeValues
 from bucketplan_client.rewrite.journal import Journal
 from bucketplan_core.collectives import ALL_GATHER_KINDS, KINDS, REDUCE_KINDS
 from bucketplan_core.legality import check_decision
+from bucketplan_core.pause import collector_paused
 from bucketplan_core.plan import Decision, Plan, StepOp
 from bucketplan_core.request import Request
 

@@ -11,8 +11,8 @@ __all__ = ["collector_paused"]
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Collect nothing inside: every full pass would walk the whole model and graph, and free nothing that was just
-    made.
+    """Collect nothing inside: every full pass would walk all that the process holds, such as the model and its graph,
+    and free nothing that was just made.
     """
     if not gc.isenabled():
         yield
