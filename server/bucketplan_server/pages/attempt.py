@@ -30,6 +30,7 @@ _MOST_CHANGES = 100
 _ROWS = 100
 _CALLOUTS = 10
 _HOLDERS = 50
+_TEXT = 20_000
 
 
 @router.get("/jobs/{job}")
@@ -73,6 +74,7 @@ async def attempt(
         differing=differing[:_CALLOUTS],
         job=job,
         most_holders=_HOLDERS,
+        most_text=_TEXT,
         num_differing=len(differing),
         num_pages=num_pages,
         number=number,
