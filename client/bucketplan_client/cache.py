@@ -47,12 +47,19 @@ _PLANNER = "planner"
 
 
 def default_cache_folder() -> Path:
-    """``BUCKETPLAN_CACHE``, else `bucketplan` in the user's cache folder (XDG Base Directory Specification)."""
+    """``BUCKETPLAN_CACHE``, else `bucketplan` in the user's cache folder (XDG Base Directory Specification).
+
+    For a user without a home, as containers have, it is a folder that cannot exist, so nothing is cached: what every
+    user may write to, such as /tmp, could hold the plans of another one.
+    """
     named = os.environ.get("BUCKETPLAN_CACHE")
     if named:
         return Path(named)
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "bucketplan"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "bucketplan"
+    except RuntimeError:
+        return Path(os.devnull) / "no-home-set-BUCKETPLAN_CACHE"
 
 
 @dataclass(slots=True)

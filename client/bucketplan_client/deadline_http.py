@@ -241,16 +241,33 @@ class _Body(httpx.SyncByteStream):
 
 
 class DeadlineTransport(httpx.BaseTransport):
-    """An httpx transport whose sockets keep to `deadline`; HTTP/1.1, kept-alive, at most `max_connections`."""
+    """An httpx transport whose sockets keep to `deadline`; HTTP/1.1, kept-alive, at most `max_connections`.
+
+    A forked process opens connections of its own: on its parent's the two would read each other's answers.
+    """
 
     def __init__(self, *, ssl_context: ssl.SSLContext | None = None, max_connections: int = 16) -> None:
+        self._ssl_context = ssl_context
+        self._max_connections = max_connections
+        self._inherited: list[httpcore.ConnectionPool] = []
+        self._open_pool()
+
+    def _open_pool(self) -> None:
         self._pool = httpcore.ConnectionPool(
-            ssl_context=ssl_context,
-            max_connections=max_connections,
-            max_keepalive_connections=max_connections,
+            ssl_context=self._ssl_context,
+            max_connections=self._max_connections,
+            max_keepalive_connections=self._max_connections,
             keepalive_expiry=60.0,
             network_backend=_Backend(),
         )
+        self._owner = os.getpid()  # last, since other threads of a fork take the pool once they see themselves here
+
+    def _own_pool(self) -> httpcore.ConnectionPool:
+        if self._owner != os.getpid():
+            # Kept and never closed: its lock may be held by a thread that this process does not have.
+            self._inherited.append(self._pool)
+            self._open_pool()
+        return self._pool
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         url = request.url
@@ -262,7 +279,7 @@ class DeadlineTransport(httpx.BaseTransport):
             extensions=self._extensions(request),
         )
         with _as_httpx(request):
-            response = self._pool.handle_request(inner)
+            response = self._own_pool().handle_request(inner)
         return httpx.Response(
             status_code=response.status,
             headers=response.headers,
@@ -278,4 +295,4 @@ class DeadlineTransport(httpx.BaseTransport):
         return {**request.extensions, "timeout": timeouts}
 
     def close(self) -> None:
-        self._pool.close()
+        self._own_pool().close()

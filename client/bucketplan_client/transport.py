@@ -105,7 +105,7 @@ class _Call:
 
 
 class PlanClient:
-    """A client of one planning server; threads may share it.
+    """A client of one planning server; threads may share it, and both sides of a fork.
 
     `address` defaults to ``BUCKETPLAN_SERVER``, `token` to ``BUCKETPLAN_TOKEN``, else to the content of the file
     that ``BUCKETPLAN_TOKEN_FILE`` names, `ca_file` to ``BUCKETPLAN_CA_FILE``. `rank` and `job` only name the caller
@@ -398,6 +398,15 @@ class PlanClient:
 
 _shared: dict[tuple[str, str | None], PlanClient] = {}
 _shared_lock = threading.Lock()
+
+
+def _renew_lock() -> None:
+    # A thread of the parent may have held it.
+    global _shared_lock
+    _shared_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 def shared_client(address: str | None = None, *, token: str | None = None) -> PlanClient:

@@ -89,6 +89,21 @@ class TestLookup:
         monkeypatch.setenv("BUCKETPLAN_CACHE", str(tmp_path / "here"))
         assert default_cache_folder() == tmp_path / "here"
 
+    def test_user_without_a_home_has_no_cache_and_loses_nothing_else(self, monkeypatch):
+        for name in ("BUCKETPLAN_CACHE", "XDG_CACHE_HOME", "HOME"):
+            monkeypatch.delenv(name, raising=False)
+
+        def no_home() -> Path:
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.setattr(Path, "home", no_home)
+        cache, plan = PlanCache(), planned()
+        cache.keep(plan, small_epoch())
+        cache.keep_epoch(small_epoch())
+        assert cache.plan(plan.decision.signature, small_epoch()) is None
+        assert cache.epochs(small_epoch().job) == []
+        assert "set-BUCKETPLAN_CACHE" in str(cache.folder)
+
 
 class TestDamage:
     @settings(max_examples=count(test=100, soak=5_000), suppress_health_check=[HealthCheck.function_scoped_fixture])

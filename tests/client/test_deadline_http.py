@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -170,3 +172,43 @@ class TestPool:
             for thread in threads:
                 thread.join()
             client.close()
+
+
+FORKED = """
+import http.server, json, os, sys
+from bucketplan_client.transport import PlanClient
+
+class Echo(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        body = json.dumps({"path": self.path}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *_):
+        pass
+
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Echo)
+serving = os.fork()
+if not serving:
+    server.serve_forever()
+client = PlanClient(f"http://127.0.0.1:{server.server_port}", deadline_s=20.0)
+client.get("/kept-alive", accept="application/json")
+child = os.fork()
+me = "parent" if child else "child"
+wrong = 0
+for number in range(200):
+    wrong += client.get(f"/{me}/{number}", accept="application/json").body["path"] != f"/{me}/{number}"
+if not child:
+    os._exit(wrong > 0)
+_, status = os.waitpid(child, 0)
+os.kill(serving, 9)
+sys.exit(wrong > 0 or status != 0)
+"""
+
+
+def test_a_forked_process_and_its_parent_each_get_their_own_answers():
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
