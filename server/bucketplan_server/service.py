@@ -76,6 +76,10 @@ class PlanService:
             began = time.monotonic()
             await self._arrival(signature, min(wait_seconds, limit))
             limit = max(0.0, limit - (time.monotonic() - began))
+            # Another replica may have planned it meanwhile, of which nobody tells this one.
+            entry = None if signature in self._flights else await self._known(signature)
+            if entry is not None:
+                return entry
         flight = self._flights.get(signature)
         if flight is not None:
             return (await self._join(flight, limit))[0]

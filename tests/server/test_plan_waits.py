@@ -14,6 +14,7 @@ from bucketplan_server.http.state import AppState
 from tests.server.test_watch import served, until
 from tests.support.documents import MSGPACK, plan_body, small_request
 from tests.support.inprocess import InProcess, in_process
+from tests.support.postgres import running_postgres
 from tests.support.server import running_server
 
 REQUEST = small_request()
@@ -146,3 +147,29 @@ def test_sigterm_ends_a_wait_for_a_post(tmp_path):
 
         assert asyncio.run(scenario()).status_code == 503
         assert server.wait() == 0
+
+
+@pytest.mark.postgres
+def test_a_wait_ends_with_what_another_replica_stored(monkeypatch):
+    with running_postgres() as postgres:
+        database = postgres.new_database()
+        with in_process([database, database]) as servers:
+            waits, arrives = asyncio.Event(), servers.states[0].plans._arrival
+
+            async def arrival(signature: str, seconds: float) -> None:
+                waits.set()
+                await arrives(signature, seconds)
+
+            monkeypatch.setattr(servers.states[0].plans, "_arrival", arrival)
+
+            async def scenario() -> tuple[httpx.Response, httpx.Response]:
+                path = f"/v1/plans/{REQUEST.signature}?wait=5"
+                waiting = asyncio.create_task(servers.call("GET", path, accept=MSGPACK["Accept"]))
+                await waits.wait()
+                headers = {name.lower().replace("-", "_"): value for name, value in MSGPACK.items()}
+                posted = await servers.call("POST", "/v1/plans", replica=1, content=plan_body(REQUEST), **headers)
+                return posted, await waiting
+
+            posted, found = servers.run(scenario())
+            assert (posted.status_code, found.status_code) == (201, 200)
+            assert found.content == posted.content

@@ -45,7 +45,10 @@ class InProcess:
 
 @contextlib.contextmanager
 def in_process(databases: Sequence[str], **settings: Any) -> Iterator[InProcess]:
-    """Servers on these databases with these settings; a database that is named twice is shared."""
+    """Servers on these databases with these settings; a database that is named twice is shared.
+
+    Not for tests in `tests/server/pages`: the browser that they share keeps an event loop running in their thread.
+    """
     with asyncio.Runner() as runner:
         stack = contextlib.AsyncExitStack()
 
