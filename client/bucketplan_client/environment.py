@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from bucketplan_client.errors import BadToken
+from bucketplan_client.files import read_small_file
 
 __all__ = [
     "DISABLE_VARIABLE",
@@ -20,6 +21,8 @@ DISABLE_VARIABLE = "BUCKETPLAN_DISABLE"
 _OFF = frozenset({"", "0", "false", "no", "off"})
 _JOB_VARIABLES = ("BUCKETPLAN_JOB", "TORCHELASTIC_RUN_ID", "SLURM_JOB_NAME")
 _NAMELESS = frozenset({"", "none"})
+_MAX_TOKEN_BYTES = 64 * 2**10
+"""More than any server takes as a header."""
 
 
 def disabled_by_environment() -> bool:
@@ -42,14 +45,14 @@ def job_from_environment() -> str:
 def token_from_environment() -> str | None:
     """The bearer token: ``BUCKETPLAN_TOKEN``, else the content of the file that ``BUCKETPLAN_TOKEN_FILE`` names.
 
-    Raises `BadToken` for a file that cannot be read or is empty.
+    Raises `BadToken` for a file that cannot be read, is empty, or is no regular file of 64 KiB at most.
     """
     token = os.environ.get("BUCKETPLAN_TOKEN", "").strip()
     path = os.environ.get("BUCKETPLAN_TOKEN_FILE", "")
     if token or not path:
         return token or None
     try:
-        token = Path(path).read_text(encoding="utf-8").strip()
+        token = read_small_file(Path(path), most_bytes=_MAX_TOKEN_BYTES).decode("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise BadToken(f"BUCKETPLAN_TOKEN_FILE {path} cannot be read: {reason}") from None

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import unquote_to_bytes
+from urllib.parse import unquote_to_bytes, urlsplit
 
 from bucketplan_client.answers import (
     Answer,
@@ -27,6 +27,7 @@ from bucketplan_client.answers import (
     read_problem,
     retry_after_s,
 )
+from bucketplan_client.arguments import BadArgument
 from bucketplan_client.bodies import ACCEPT_ENCODING, BodyRefused, read_body
 from bucketplan_client.environment import split_secrets, token_from_environment
 from bucketplan_client.errors import (
@@ -111,7 +112,8 @@ class PlanClient:
     that ``BUCKETPLAN_TOKEN_FILE`` names, `ca_file` to ``BUCKETPLAN_CA_FILE``. `rank` and `job` only name the caller
     in errors. `deadline_s` bounds a call, the other times one try of it. `transport` replaces the network (see
     `bucketplan_client.testing`). Raises `BadAddress`; calls raise `ServerUnreachable`, `DeadlineExceeded`,
-    `ServerRefused` (`AccessRefused` for a token that does not do) and `CorruptAnswer`, and nothing of httpx.
+    `ServerRefused` (`AccessRefused` for a token that does not do) and `CorruptAnswer`, `BadArgument` for a path or a
+    parameter that no URL can hold, and nothing of httpx.
     """
 
     def __init__(
@@ -284,7 +286,12 @@ class PlanClient:
             ends=started + (self.deadline_s if deadline_s is None else deadline_s),
             where=self.where.at(signature=signature),
         )
-        request = self._http.build_request(method, path, params=params, headers=dict(headers or {}), content=body)
+        _check_path(path)
+        try:
+            request = self._http.build_request(method, path, params=params, headers=dict(headers or {}), content=body)
+        except (httpx.InvalidURL, UnicodeError) as error:
+            asked = path if not params else f"{path} with {dict(params)}"
+            raise BadArgument("path", asked, f"what a URL can hold: {error}") from error
         if body is not None:
             request.headers["Content-Type"] = MSGPACK
             request.headers["Content-Digest"] = content_digest(body)
@@ -489,12 +496,22 @@ def _check_address(address: str) -> None:
         url = httpx.URL(address)
         if "[" in address and "]" not in address:
             raise httpx.InvalidURL("the bracket of an IPv6 address is not closed")
-    except (httpx.InvalidURL, TypeError) as error:
+        # What httpx leaves to the socket: a port outside 0 to 65535, and labels of a host that no DNS holds.
+        _ = urlsplit(address).port
+        url.raw_host.decode("ascii").encode("idna")
+        host = url.host
+    except (httpx.InvalidURL, TypeError, ValueError) as error:
         raise BadAddress(address, str(error)) from error
     if url.scheme not in ("http", "https"):
         raise BadAddress(address, "the scheme must be http or https")
-    if not url.host:
+    if not host:
         raise BadAddress(address, "it names no host")
+
+
+def _check_path(path: str) -> None:
+    for name in path.split("/"):
+        if name in (".", ".."):
+            raise BadArgument("the name", name, f"a name other than . and .., which URLs leave out ({path})")
 
 
 def _check_token(token: str | None, *, where: Where) -> None:

@@ -14,11 +14,16 @@ from typing import Annotated, Any
 import typer
 
 from bucketplan_client.cli.output import EXIT_NEGATIVE, EXIT_USAGE, fail, failing_well, not_empty, print_json, working
+from bucketplan_client.cli.shapes import STORED_PROFILE, checked
+from bucketplan_client.files import read_small_file
 from bucketplan_core.errors import DecodeError
 from bucketplan_core.presets import MeasuredProfile
 from bucketplan_core.wire import WireValue, from_json, to_json
 
 __all__ = ["calibrate"]
+
+_MAX_PROFILE_BYTES = 2**20
+"""A profile holds a few protocols of each collective and group: some kilobytes."""
 
 
 def calibrate(
@@ -100,7 +105,7 @@ def _run_job(context: typer.Context, ranks: int, given: Mapping[str, object]) ->
 
 def _read(context: typer.Context, path: Path) -> MeasuredProfile:
     try:
-        return MeasuredProfile.from_wire(from_json(path.read_bytes()))
+        return MeasuredProfile.from_wire(from_json(read_small_file(path, most_bytes=_MAX_PROFILE_BYTES)))
     except (OSError, DecodeError) as error:
         problem = {"type": f"urn:bucketplan:client:{type(error).__name__}", "remedy": "Give a file of --output"}
         fail(context, f"{path} is no measured profile: {error}", status=EXIT_USAGE, problem=problem)
@@ -112,7 +117,8 @@ def _store(context: typer.Context, profile: MeasuredProfile, reason: str, *, kep
     stored: dict[str, Any] | None = None
     try:
         with failing_well(context), context.obj.connect() as client, working("storing the profile"):
-            stored = client.put(f"/v1/profiles/{profile.name}", body).body
+            answer = client.put(f"/v1/profiles/{profile.name}", body)
+            stored = checked(answer, STORED_PROFILE, where=client.where)
     finally:
         if stored is None:
             path = kept if kept is not None else _keep(profile)

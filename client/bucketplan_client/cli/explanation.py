@@ -15,14 +15,14 @@ _SHOWN_MEMBERS = 2
 def show_explanation(found: Mapping[str, Any]) -> None:
     """Print the tree of `bucketplan_core.explain`; integers that JSON made texts are read back."""
     step, limits = found["step"], found["limits"]
-    budget = limits["memory_budget_bytes"]
+    budget = limits.get("memory_budget_bytes")
     facts(
         {
             "step": f"{_ms(step['step_ns'])} ms, lower bound {_ms(step['bound_ns'])} ms",
             "exposed": f"{_ms(step['exposed_ns'])} ms",
             "limited by": limits["because"],
             "peak": f"{_mb(limits['peak_bytes'])} MB"
-            + ("" if budget is None else f" of {_mb(budget)} MB{', tight' if limits['memory_is_tight'] else ''}"),
+            + ("" if budget is None else f" of {_mb(budget)} MB{', tight' if limits.get('memory_is_tight') else ''}"),
         }
     )
     columns = ("bucket", "members", "MB", "launch", "wait", "exposed us", "why it is as it is")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,17 +18,39 @@ from bucketplan_client.cli.output import (
     EXIT_NEGATIVE,
     EXIT_REFUSED,
     EXIT_USAGE,
+    Command,
     JsonErrors,
     facts,
     fail,
     failing_well,
+    integer_of,
     moment,
+    not_dots,
     not_empty,
     print_json,
     table,
     working,
 )
+from bucketplan_client.cli.shapes import (
+    ACTIVATED,
+    ATTEMPT,
+    ATTEMPTS,
+    DIFF,
+    EVENTS,
+    EXPLANATION,
+    PLAN,
+    PLANS,
+    REPLANNED,
+    REQUEST,
+    TRACE,
+    VERIFIED,
+    Shape,
+    checked,
+)
+from bucketplan_client.errors import FOREIGN_REMEDY, CorruptAnswer, DeadlineExceeded
 from bucketplan_client.transport import JSON, PlanClient
+from bucketplan_core.plan import Decision
+from bucketplan_core.request import Request
 
 __all__ = ["app", "main"]
 
@@ -50,9 +74,20 @@ class _Server:
         return PlanClient(self.address, token=self.token, deadline_s=self.timeout_s)
 
 
+_HEX = re.compile(r"[0-9a-f]{1,64}")
+
+
+def _signature(value: str | None) -> str | None:
+    """Refuse what no signature begins with: it goes into the address of a call."""
+    if not_empty(value) is not None and _HEX.fullmatch(str(value)) is None:
+        raise typer.BadParameter(f"{value!r} is no signature, which is 64 of 0-9a-f, nor the first of these")
+    return value
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Answer with JSON.")]
 Signature = Annotated[
-    str, typer.Argument(help="Signature of the plan, or its first characters.", metavar="SIGNATURE", callback=not_empty)
+    str,
+    typer.Argument(help="Signature of the plan, or its first characters.", metavar="SIGNATURE", callback=_signature),
 ]
 Revision = Annotated[int | None, typer.Option(help="Revision; the active one where left out.", min=1)]
 Reason = Annotated[str, typer.Option(help="Why; goes into the audit log.", callback=not_empty)]
@@ -75,15 +110,15 @@ def _connect(
     context.obj = _Server(server, token, timeout)
 
 
-def _get(context: typer.Context, path: str, **params: object) -> Any:
+def _get(context: typer.Context, path: str, shape: Shape, *, deadline_s: float | None = None, **params: object) -> Any:
     given = {name: str(value) for name, value in params.items() if value is not None}
     with failing_well(context), context.obj.connect() as client:
-        return client.get(path, params=given, accept=JSON).body
+        return checked(client.get(path, params=given, accept=JSON, deadline_s=deadline_s), shape, where=client.where)
 
 
-def _post(context: typer.Context, path: str, body: dict[str, Any]) -> Any:
+def _post(context: typer.Context, path: str, body: dict[str, Any], shape: Shape) -> Any:
     with failing_well(context), context.obj.connect() as client, working("waiting for the server"):
-        return client.post(path, body, repeatable=False).body
+        return checked(client.post(path, body, repeatable=False), shape, where=client.where)
 
 
 def _whole(context: typer.Context, signature: str) -> str:
@@ -91,13 +126,23 @@ def _whole(context: typer.Context, signature: str) -> str:
     if len(signature) == 64:
         return signature
     cursor: str | None = None
+    seen: set[str] = set()
     found: set[str] = set()
+    ends = time.monotonic() + context.obj.timeout_s
     while True:
-        page = _get(context, "/v1/plans", limit=1000, cursor=cursor)
+        left_s = max(0.0, ends - time.monotonic())
+        page = _get(context, "/v1/plans", PLANS, deadline_s=left_s, limit=1000, cursor=cursor)
         found |= {row["signature"] for row in page["plans"] if row["signature"].startswith(signature)}
-        cursor = page["next"]
+        cursor = page.get("next")
         if cursor is None:
             break
+        with failing_well(context):
+            if cursor in seen:
+                raise CorruptAnswer(f"$.next: {cursor!r} leads back to a page already read", remedy=FOREIGN_REMEDY)
+            if time.monotonic() > ends:
+                took_s = context.obj.timeout_s
+                raise DeadlineExceeded("the list of plans has not ended", num_tries=len(seen) + 1, elapsed_s=took_s)
+        seen.add(cursor)
     if len(found) == 1:
         return found.pop()
     if not found:
@@ -106,7 +151,7 @@ def _whole(context: typer.Context, signature: str) -> str:
     raise typer.BadParameter(f"{signature!r}: {len(found)} plans begin with it", param_hint="SIGNATURE")
 
 
-@app.command()
+@app.command(cls=Command)
 def plans(
     context: typer.Context,
     job: Annotated[str | None, typer.Option(help="Plans that this job has reported.", callback=not_empty)] = None,
@@ -121,6 +166,7 @@ def plans(
     page = _get(
         context,
         "/v1/plans",
+        PLANS,
         job=job,
         parameter=parameter,
         module=module,
@@ -145,13 +191,15 @@ def _made(row: dict[str, Any]) -> str:
     return moment(row.get("created_ns"))
 
 
-@app.command()
+@app.command(cls=Command)
 def show(context: typer.Context, signature: Signature, revision: Revision = None, as_json: AsJson = False) -> None:
     """Show one plan: its buckets, with what is in them."""
     whole = _whole(context, signature)
     path = f"/v1/plans/{whole}" if revision is None else f"/v1/plans/{whole}/revisions/{revision}"
-    plan = _get(context, path)
-    request = _get(context, f"/v1/plans/{whole}/request")
+    plan = _get(context, path, PLAN)
+    request = _get(context, f"/v1/plans/{whole}/request", REQUEST)
+    with failing_well(context):
+        _check_plan(whole, plan, request)
     if as_json:
         print_json({"plan": plan, "request": request})
         return
@@ -176,6 +224,16 @@ def show(context: typer.Context, signature: Signature, revision: Revision = None
     )
 
 
+def _check_plan(signature: str, plan: dict[str, Any], request: dict[str, Any]) -> None:
+    decision = Decision.from_wire(plan["decision"])
+    held = {"request": Request.from_wire(request).signature, "decision": decision.signature}
+    for what, actual in held.items():
+        if actual != signature:
+            raise CorruptAnswer(f"the {what} is that of {actual}, and {signature} was asked for", remedy=FOREIGN_REMEDY)
+    if decision.digest != plan["digest"]:
+        raise CorruptAnswer(f"the decision hashes to {decision.digest} and not to {plan['digest']!r}")
+
+
 def _name(candidates: dict[str, list[Any]], member: int) -> str:
     return candidates["param_name"][member] or f"candidate {member}"
 
@@ -183,11 +241,11 @@ def _name(candidates: dict[str, list[Any]], member: int) -> str:
 _NAMES_OF_DIFF = frozenset({"digest_a", "digest_b", "num_unchanged", "signature_a", "signature_b"})
 
 
-@app.command()
+@app.command(cls=Command)
 def diff(
     context: typer.Context,
-    a: Annotated[str, typer.Argument(help="Signature of one plan.", callback=not_empty)],
-    b: Annotated[str, typer.Argument(help="Signature of the other.", callback=not_empty)],
+    a: Annotated[str, typer.Argument(help="Signature of one plan.", callback=_signature)],
+    b: Annotated[str, typer.Argument(help="Signature of the other.", callback=_signature)],
     revision_a: Revision = None,
     revision_b: Revision = None,
     as_json: AsJson = False,
@@ -196,6 +254,7 @@ def diff(
     found = _get(
         context,
         "/v1/diff",
+        DIFF,
         a=_whole(context, a),
         b=_whole(context, b),
         revision_a=revision_a,
@@ -239,18 +298,18 @@ def _brief(value: Any) -> str:
     return str(value)
 
 
-@app.command()
+@app.command(cls=Command)
 def explain(context: typer.Context, signature: Signature, revision: Revision = None, as_json: AsJson = False) -> None:
     """Say why each bucket is as it is, and what limits the step."""
     with working("explaining"):
-        found = _get(context, f"/v1/plans/{_whole(context, signature)}/explain", revision=revision)
+        found = _get(context, f"/v1/plans/{_whole(context, signature)}/explain", EXPLANATION, revision=revision)
     if as_json:
         print_json(found)
         return
     show_explanation(found)
 
 
-@app.command()
+@app.command(cls=Command)
 def trace(
     context: typer.Context,
     signature: Signature,
@@ -260,7 +319,7 @@ def trace(
 ) -> None:
     """Write the simulated step as a Chrome trace, for ui.perfetto.dev."""
     with working("simulating"):
-        found = _get(context, f"/v1/plans/{_whole(context, signature)}/trace", revision=revision)
+        found = _get(context, f"/v1/plans/{_whole(context, signature)}/trace", TRACE, revision=revision)
     if as_json:
         print_json(found)
         return
@@ -274,10 +333,10 @@ def trace(
     facts({"written": str(output), "open it at": "https://ui.perfetto.dev"})
 
 
-@app.command()
+@app.command(cls=Command)
 def job(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="Name of the job.", callback=not_empty)],
+    name: Annotated[str, typer.Argument(help="Name of the job.", metavar="JOB", callback=not_dots)],
     attempt: Annotated[int | None, typer.Argument(help="Number of the attempt; lists all where left out.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -286,7 +345,7 @@ def job(
 
     path = f"/v1/jobs/{quote(name, safe='')}/attempts"
     if attempt is None:
-        found = _get(context, path)
+        found = _get(context, path, ATTEMPTS)
         if not found["attempts"]:
             unknown = {"type": "urn:bucketplan:problem:unknown-attempt", "status": 404}
             fail(context, f"job {name!r} has no attempts", status=EXIT_REFUSED, problem=unknown)
@@ -302,7 +361,7 @@ def job(
             empty="no attempts",
         )
         return
-    state = _get(context, f"{path}/{attempt}")
+    state = _get(context, f"{path}/{attempt}", ATTEMPT)
     if as_json:
         print_json(state)
     else:
@@ -327,7 +386,7 @@ def _count(members: Any) -> str:
     return f"{len(members)} ranks" if isinstance(members, list) else "-"
 
 
-@app.command()
+@app.command(cls=Command)
 def replan(
     context: typer.Context,
     signature: Signature,
@@ -338,7 +397,7 @@ def replan(
     """Add a revision planned with other options; it is not active until you activate it."""
     options = _options(option)
     path = f"/v1/plans/{_whole(context, signature)}/revisions"
-    made = _post(context, path, {"options": options, "reason": reason})
+    made = _post(context, path, {"options": options, "reason": reason}, REPLANNED)
     if as_json:
         print_json(made)
     else:
@@ -354,12 +413,15 @@ def _options(given: list[str]) -> dict[str, Any]:
         if not separator or not name:
             raise typer.BadParameter(f"{text!r} is not NAME=VALUE", param_hint="--set")
         words: dict[str, Any] = {"true": True, "false": False, "null": None}
-        number = value.removeprefix("-").isdecimal()
-        options[name] = int(value) if number else words.get(value, value)
+        number = integer_of(value)
+        if number is None and value.removeprefix("-").isdecimal():
+            shown = value if len(value) <= 40 else f"{value[:40]}..."
+            raise typer.BadParameter(f"{name}={shown} is larger than any integer of a plan", param_hint="--set")
+        options[name] = words.get(value, value) if number is None else number
     return options
 
 
-@app.command()
+@app.command(cls=Command)
 def activate(
     context: typer.Context,
     signature: Signature,
@@ -373,25 +435,27 @@ def activate(
     body: dict[str, Any] = {"reason": reason, "revision": revision}
     body |= {"job": for_job} if for_job else {}
     body |= {"expected": expected} if expected else {}
-    done = _post(context, f"/v1/plans/{_whole(context, signature)}/activate", body)
+    done = _post(context, f"/v1/plans/{_whole(context, signature)}/activate", body, ACTIVATED)
     if as_json:
         print_json(done)
     else:
-        facts({"active": done["revision"], "before": done["before"], "open attempts": "keep the epoch they have"})
+        facts(
+            {"active": done.get("revision"), "before": done.get("before"), "open attempts": "keep the epoch they have"}
+        )
 
 
-@app.command()
+@app.command(cls=Command)
 def events(
     context: typer.Context,
     after: Annotated[int, typer.Option(help="Only events behind this number.", min=0)] = 0,
     limit: Annotated[int, typer.Option(help="Most events shown.", min=1, max=1000)] = 100,
-    signature: Annotated[str | None, typer.Option(help="Only events of this plan.", callback=not_empty)] = None,
+    signature: Annotated[str | None, typer.Option(help="Only events of this plan.", callback=_signature)] = None,
     for_job: Annotated[str | None, typer.Option("--job", help="Only events of this job.", callback=not_empty)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the audit log, the oldest event first."""
     wanted = None if signature is None else _whole(context, signature)
-    found = _get(context, "/v1/events", after=after, limit=limit, signature=wanted, job=for_job)
+    found = _get(context, "/v1/events", EVENTS, after=after, limit=limit, signature=wanted, job=for_job)
     if as_json:
         print_json(found)
         return
@@ -405,7 +469,7 @@ def events(
     )
 
 
-@app.command()
+@app.command(cls=Command)
 def verify(
     context: typer.Context,
     replay: Annotated[bool, typer.Option(help="Plan every revision again.")] = False,
@@ -413,7 +477,7 @@ def verify(
 ) -> None:
     """Have the server walk its audit chain and recompute every digest; exit status 1 where something does not hold."""
     with working("verifying"):
-        found = _get(context, "/v1/events/verify", replay=str(replay).lower())
+        found = _get(context, "/v1/events/verify", VERIFIED, replay=str(replay).lower())
     if as_json:
         print_json(found)
     else:
@@ -424,7 +488,7 @@ def verify(
         raise typer.Exit(EXIT_NEGATIVE)
 
 
-@app.command()
+@app.command(cls=Command)
 def doctor(context: typer.Context, as_json: AsJson = False) -> None:
     """Check server, token, clock, versions, cache and process group from this host, and say what to do."""
     with working("checking"):
@@ -437,7 +501,7 @@ def doctor(context: typer.Context, as_json: AsJson = False) -> None:
         raise typer.Exit(EXIT_NEGATIVE)
 
 
-app.command()(calibrate)
+app.command(cls=Command)(calibrate)
 
 
 def _found(check: Check) -> str:

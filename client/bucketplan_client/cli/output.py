@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
+from bucketplan_client.arguments import BadArgument
 from bucketplan_client.errors import (
     BadAddress,
     BadToken,
@@ -24,7 +25,7 @@ from bucketplan_client.errors import (
     ServerRefused,
     ServerUnreachable,
 )
-from bucketplan_core.wire import to_json
+from bucketplan_core.wire import MAX_INT, to_json
 
 __all__ = [
     "EXIT_CODES",
@@ -33,11 +34,14 @@ __all__ = [
     "EXIT_REFUSED",
     "EXIT_UNREACHABLE",
     "EXIT_USAGE",
+    "Command",
     "JsonErrors",
     "facts",
     "fail",
     "failing_well",
+    "integer_of",
     "moment",
+    "not_dots",
     "not_empty",
     "print_json",
     "table",
@@ -54,6 +58,9 @@ EXIT_CODES = """Exit status: 0 done; 1 the answer is no (plans differ, verificat
 attempt diverged); 2 wrong usage; 3 the server could not be reached in time; 4 it refused; 5 its answer failed
 verification. With --json every error is {"error": {"type", "exit_status", "message", ...}} on stdout,
 wrong usage too."""
+
+_MOST_DIGITS = 100
+"""Leading zeros among them."""
 
 # The library whose errors these are stands inside Typer and has no public name there.
 _USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
@@ -101,9 +108,12 @@ def _cell(value: object) -> str:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, list | tuple):
-        return ", ".join(map(str, value))
-    return str(value)
+    return _printable(", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value))
+
+
+def _printable(text: str) -> str:
+    # Names of files may hold bytes that are no UTF-8, which Python has as lone surrogates and no terminal takes.
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 @contextmanager
@@ -133,12 +143,39 @@ def fail(context: typer.Context, message: str, *, status: int, problem: Mapping[
     if context.params.get("as_json"):
         print_json({"error": {**problem, "exit_status": status, "message": message}})
     else:
-        _err.print(f"error: {message}")
+        _err.print(f"error: {_printable(message)}")
     raise typer.Exit(status) from None
+
+
+def _refuse_what_cannot_be_sent(context: Any) -> None:
+    """Raise wrong usage that names the option, for texts that are no UTF-8 and integers that no document holds."""
+    for parameter in context.command.params:
+        if parameter.name == "token":  # a secret, which its own check does not quote
+            continue
+        given = context.params.get(parameter.name)
+        for value in given if isinstance(given, list | tuple) else [given]:
+            if isinstance(value, str) and _printable(value) != value:
+                raise typer.BadParameter(f"{value!r} is no UTF-8", ctx=context, param=parameter)
+            if isinstance(value, int) and not -MAX_INT <= value <= MAX_INT:
+                raise typer.BadParameter(f"{value} is above {MAX_INT}", ctx=context, param=parameter)
+
+
+class Command(TyperCommand):
+    """A command whose arguments are all such that a request can hold them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        left = super().parse_args(ctx, args)
+        _refuse_what_cannot_be_sent(ctx)
+        return left
 
 
 class JsonErrors(TyperGroup):
     """The application, whose wrong usage is an ``{"error": ...}`` on stdout where the arguments hold ``--json``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        left = super().parse_args(ctx, args)
+        _refuse_what_cannot_be_sent(ctx)
+        return left
 
     def main(
         self,
@@ -169,6 +206,22 @@ class JsonErrors(TyperGroup):
         sys.exit(status if isinstance(status, int) else 0)
 
 
+def integer_of(text: str) -> int | None:
+    """The integer that `text` spells, None where it spells none that a document can hold."""
+    # Python parses no more than some thousand digits.
+    if not text.removeprefix("-").isdecimal() or len(text) > _MOST_DIGITS:
+        return None
+    value = int(text)
+    return value if -MAX_INT <= value <= MAX_INT else None
+
+
+def not_dots(value: str | None) -> str | None:
+    """Refuse an empty name, and those that a URL leaves out of its path."""
+    if value in (".", ".."):
+        raise typer.BadParameter(f"{value!r} is no name: URLs leave it out")
+    return not_empty(value)
+
+
 def not_empty(value: str | None) -> str | None:
     """Refuse an empty argument or option, which is what an unset variable of a shell gives."""
     if value is not None and not value.strip():
@@ -177,7 +230,7 @@ def not_empty(value: str | None) -> str | None:
 
 
 def _status_of(error: ClientError) -> int:
-    if isinstance(error, BadAddress | BadToken):
+    if isinstance(error, BadAddress | BadArgument | BadToken):
         return EXIT_USAGE
     if isinstance(error, ServerUnreachable | DeadlineExceeded):
         return EXIT_UNREACHABLE
