@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+from bucketplan_client.arguments import BadArgument
 from bucketplan_client.errors import BadToken
 from bucketplan_client.files import read_small_file
 
@@ -33,12 +34,17 @@ def disabled_by_environment() -> bool:
 def job_from_environment() -> str:
     """The job's name: ``BUCKETPLAN_JOB``, else what torchrun (``--rdzv-id``) or Slurm call it, else ``job``.
 
-    Attempts of one job share their plans' history by this name, so it should stay the same over restarts.
+    Attempts of one job share their plans' history by this name, so it should stay the same over restarts. Raises
+    `BadArgument`, naming the variable, for a name that no URL can hold.
     """
     for variable in _JOB_VARIABLES:
         value = os.environ.get(variable, "").strip()
-        if value.lower() not in _NAMELESS:
-            return value
+        if value.lower() in _NAMELESS:
+            continue
+        # Bytes that are no UTF-8 are lone surrogates here.
+        if value in (".", "..") or value != value.encode("utf-8", "replace").decode("utf-8"):
+            raise BadArgument(variable, value, "a job's name of letters, digits and ._:-, other than . and ..")
+        return value
     return "job"
 
 

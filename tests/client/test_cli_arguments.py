@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 from bucketplan_client.arguments import BadArgument
 from bucketplan_client.cli.main import app
 from bucketplan_client.cli.output import Command
-from bucketplan_client.environment import token_from_environment
+from bucketplan_client.environment import job_from_environment, token_from_environment
 from bucketplan_client.errors import BadAddress, BadToken
 from bucketplan_client.transport import PlanClient
 
@@ -113,6 +114,23 @@ class TestAddresses:
     def test_other_addresses_are_taken(self, address):
         with PlanClient(address) as client:
             assert client.address == address
+
+
+class TestJobs:
+    @pytest.mark.parametrize("job", [".", "..", NO_TEXT])
+    def test_name_of_the_environment_that_no_url_holds_is_named_with_its_variable(self, monkeypatch, job):
+        monkeypatch.setenv("BUCKETPLAN_JOB", job)
+        with pytest.raises(BadArgument, match="BUCKETPLAN_JOB is") as caught:
+            job_from_environment()
+        assert caught.value.value == repr(job)
+        with socket.create_server(("127.0.0.1", 0)) as store:
+            launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.getsockname()[1])}
+            for name, value in {**launched, "RANK": "0", "WORLD_SIZE": "1"}.items():
+                monkeypatch.setenv(name, value)
+            result = CliRunner().invoke(app, [*NOBODY, "doctor", "--json"])
+        checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
+        assert "BUCKETPLAN_JOB" in checks["group"]["found"]
+        assert not checks["group"]["ok"]
 
 
 class TestPaths:

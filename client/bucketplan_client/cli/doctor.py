@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
 from bucketplan_client.answers import Answer
+from bucketplan_client.arguments import BadArgument
 from bucketplan_client.cache import default_cache_folder
 from bucketplan_client.environment import DISABLE_VARIABLE, disabled_by_environment, job_from_environment
 from bucketplan_client.errors import BadAddress, BadToken, ClientError, ServerRefused
@@ -212,7 +213,9 @@ def _group() -> Check:
             found=f"the store at {host}:{port} cannot be reached: {error}",
             remedy="Start rank 0 first, and check that this host may connect to it",
         )
+    try:
+        job = job_from_environment()
+    except BadArgument as error:
+        return Check(name="group", ok=False, found=error.message, remedy=error.remedy)
     rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    return Check(
-        name="group", ok=True, found=f"rank {rank} of {world} of job {job_from_environment()!r}, store at {host}:{port}"
-    )
+    return Check(name="group", ok=True, found=f"rank {rank} of {world} of job {job!r}, store at {host}:{port}")
