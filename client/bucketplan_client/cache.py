@@ -94,7 +94,7 @@ class PlanCache:
             digest = data.decode("ascii", "replace") if data is not None else None
             if digest is None:
                 continue
-            if len(digest) != _DIGEST_BYTES or not set(digest) <= set("0123456789abcdef"):
+            if not _is_digest(digest):
                 self._discard(index, "it holds no digest")
                 continue
             plan = self._blob(digest, signature)
@@ -123,7 +123,8 @@ class PlanCache:
 
     def epochs(self, job: str) -> list[str]:
         """Ids of the epochs that attempts of `job` committed to, the latest first."""
-        return [path.name.removesuffix(".epoch") for path in _newest_first(self._epochs(job))]
+        names = (path.name.removesuffix(".epoch") for path in _newest_first(self._epochs(job)))
+        return [name for name in names if _is_digest(name)]
 
     def epoch(self, job: str, epoch_id: str) -> Epoch | None:
         """The epoch, None when it is not here and whole."""
@@ -171,7 +172,7 @@ class PlanCache:
 
     def _epochs(self, job: str) -> Path:
         # Job names are the user's; a hash is a file name on every file system.
-        return self.folder / "epochs" / hashlib.sha256(job.encode()).hexdigest()[:32]
+        return self.folder / "epochs" / hashlib.sha256(job.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
     def _read(self, path: Path, *, most_bytes: int = _MAX_FILE_BYTES) -> bytes | None:
         try:
@@ -287,6 +288,10 @@ class PlanCache:
             yield True
         finally:
             os.close(handle)
+
+
+def _is_digest(text: str) -> bool:
+    return len(text) == _DIGEST_BYTES and set(text) <= set("0123456789abcdef")
 
 
 def _remove(path: Path) -> None:

@@ -24,7 +24,7 @@
     ├── PassFailed                 describing, planning or rewriting a graph failed: `step`, `cause`
     ├── StalePlan                  the graph is not the described one any more: `change` (rewrite/errors.py)
     ├── RewriteError               the rewrite was taken back: `node`, `reason` (rewrite/errors.py)
-    ├── BadArgument                an argument of a pass is nothing that it takes: `option`, `value` (arguments.py)
+    ├── BadArgument                an argument is nothing that the call takes: `option`, `value` (arguments.py)
     ├── LatencyTooLong           what was measured fits no profile: `op`, `alpha_ns`, `most_ns` (calibrate/fit.py)
     ├── CompileConflict            an option of torch.compile gets in the way (inductor_options.py)
     └── PipelineConflict           an option of torchtitan gets in the way (torchtitan.py)

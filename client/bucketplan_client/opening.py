@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from bucketplan_client.agreement import GroupView, Report, agree, withdraw_in_time
+from bucketplan_client.arguments import BadArgument
 from bucketplan_client.background import in_background
 from bucketplan_client.cache import PlanCache
 from bucketplan_client.environment import disabled_by_environment, job_from_environment
@@ -36,7 +37,14 @@ from bucketplan_client.errors import (
 from bucketplan_client.evidence import Evidence, abort_process
 from bucketplan_client.fallback import DEFAULT_DEADLINE_S, AttemptPlans
 from bucketplan_client.jitter import uniform
-from bucketplan_client.membership import GroupLike, is_distributed, members_of, this_rank
+from bucketplan_client.membership import GroupLike, is_distributed, this_rank
+from bucketplan_client.opening_arguments import (
+    read_groups,
+    refuse_bad_choices,
+    refuse_bad_options,
+    refuse_bad_place,
+    refuse_bad_seconds,
+)
 from bucketplan_client.opening_protocol import (
     AskServer,
     Hello,
@@ -48,6 +56,7 @@ from bucketplan_client.opening_protocol import (
     Setup,
     Sleep,
     Source,
+    leave_opening,
     open_protocol,
 )
 from bucketplan_client.reports import Reporter
@@ -57,7 +66,7 @@ from bucketplan_client.transport import PlanClient, schema_refused
 from bucketplan_core.attempt import OPEN_SLOT, AttemptRequest, RankReport
 from bucketplan_core.collectives import Options
 from bucketplan_core.epoch import Epoch
-from bucketplan_core.errors import BucketplanError, DecodeError, SchemaVersionError
+from bucketplan_core.errors import BucketplanError, DecodeError, SchemaVersionError, describe_ranks
 from bucketplan_core.fields import Fields
 from bucketplan_core.plan import Plan
 from bucketplan_core.request import CAPTURE_VERSION, SCHEMA_VERSION
@@ -73,6 +82,8 @@ _LOG = logging.getLogger(__name__)
 _MAX_OVERRIDES = 10_000
 _SERVER_SLACK_S = 0.5
 """How long after its deadline a call to the server may still end by itself, with the error that says more."""
+_LEAVING_S = 3.0
+"""How long a rank that leaves still talks to the store; its few writes take milliseconds."""
 _openings = itertools.count()
 
 
@@ -261,51 +272,67 @@ def open_attempt(
     ``BUCKETPLAN_DISABLE``; one rank is enough. `plan_s` bounds one look for a plan at the server. `name` tells this
     opening from others on the same store; by default the calls of each process are counted.
 
-    Raises `OpeningAborted` naming missing or odd ranks, and `StoreFailed`; both within `deadline_s` plus `server_s` and
-    a few seconds.
+    Raises `BadArgument` before anything else, of which the other ranks are told; `OpeningAborted` naming missing or odd
+    ranks, and `StoreFailed`, both within `deadline_s` plus `server_s` and a few seconds. Whatever else ends it on one
+    rank, an interrupt too, ends it on all. The first participant's `mode` decides for all.
     """
     rank = this_rank() if rank is None else rank
     job = job or job_from_environment()
-    members = {role: members_of(group) for role, group in groups.items()}
-    ranks = tuple(sorted(participants)) if participants is not None else _all_ranks(members, rank)
     where = Where(rank=rank, job=job, server=None if client is None else client.address)
+    members: dict[str, tuple[int, ...]] = {}
+    wrong: BadArgument | None = None
+    try:
+        refuse_bad_place(job=job, rank=rank, participants=participants, name=name)
+    except BadArgument as error:
+        raise error.located(where) from None
+    try:
+        members = read_groups(groups, rank)
+    except BadArgument as error:
+        wrong = error  # raised below, once the other ranks can be told
+    ranks = tuple(sorted(participants)) if participants is not None else _all_ranks(members, rank)
+    if rank not in ranks:
+        raise BadArgument("rank", rank, f"one of the participants ({describe_ranks(ranks)})").located(where)
     root = JobStore(store or default_store(), prefix=f"bucketplan/{quote(job, safe='')}/{ranks[0]}", where=where)
     opening_store = root.scoped(f"opening/{next(_openings) if name is None else name}")
-    setup = Setup(
-        job=job,
-        participants=ranks,
-        nonce=uuid.uuid4().hex,
-        defaults=defaults or _defaults(),
-        mode=mode,
-        deadline_s=deadline_s,
-        server_s=server_s,
-        grace_s=grace_s,
-        hello=Hello(
-            rank=rank,
-            capture=CAPTURE_VERSION,
-            rewriter=REWRITER_VERSION,
-            schema=SCHEMA_VERSION,
-            options=dict(options or {}),
-            on_unavailable=on_unavailable,
-            disabled=disabled_by_environment() if disabled is None else disabled,
-            host=_host(),
-            groups=members,
-            held=tuple(cache.epochs(job)) if cache is not None else (),
-        ),
-    )
+    nonce = uuid.uuid4().hex
+    hello = Hello(rank=rank, capture=CAPTURE_VERSION, rewriter=REWRITER_VERSION, schema=SCHEMA_VERSION, host=_host())
     try:
+        if wrong is not None:
+            raise wrong
+        refuse_bad_choices(mode=mode, on_unavailable=on_unavailable, cache=cache)
+        refuse_bad_options(options)
+        refuse_bad_seconds(deadline_s=deadline_s, server_s=server_s, grace_s=grace_s, plan_s=plan_s)
+        setup = Setup(
+            job=job,
+            participants=ranks,
+            nonce=nonce,
+            defaults=defaults or _defaults(),
+            mode=mode,
+            deadline_s=deadline_s,
+            server_s=server_s,
+            grace_s=grace_s,
+            hello=replace(
+                hello,
+                options=dict(options or {}),
+                on_unavailable=on_unavailable,
+                disabled=disabled_by_environment() if disabled is None else disabled,
+                groups=members,
+                held=tuple(cache.epochs(job)) if cache is not None else (),
+            ),
+        )
         outcome = drive(
             open_protocol(setup), opening_store, other=lambda step: _perform(step, job, client, cache, where, grace_s)
         )
+    except BaseException as error:
+        _leave(opening_store, hello, nonce, error)
+        if isinstance(error, BucketplanError):
+            typed = _typed(error, where)
+            raise typed from typed.__cause__
+        raise
+    try:
         _verify(outcome, setup)
     except BucketplanError as error:
-        if isinstance(error, ClientError):
-            raise error.located(where) from error.__cause__
-        raise OpeningAborted(
-            f"its outcome cannot be adopted: {error}",
-            remedy="Install one release of bucketplan on every host and start the job again",
-            where=where,
-        ) from error
+        raise _typed(error, where) from error
     if outcome.kind == "abort":
         raise OpeningAborted(
             outcome.reason, remedy=outcome.remedy, where=where, missing=outcome.missing, odd=outcome.odd
@@ -327,6 +354,30 @@ def open_attempt(
     )
     _tell(attempt, outcome)
     return attempt
+
+
+def _typed(error: BucketplanError, where: Where) -> ClientError:
+    if isinstance(error, ClientError):
+        return error.located(where)
+    refused = OpeningAborted(
+        f"its outcome cannot be adopted: {error}",
+        remedy="Install one release of bucketplan on every host and start the job again",
+        where=where,
+    )
+    refused.__cause__ = error
+    return refused
+
+
+def _leave(store: JobStore, hello: Hello, nonce: str, error: BaseException) -> None:
+    """Tell the ranks that wait for this one why it leaves, on a connection of its own, or give up; raises nothing."""
+    what = error.message if isinstance(error, ClientError) else f"{type(error).__name__}: {error}"
+    remedy = error.remedy if isinstance(error, BadArgument) else f"Look at the log of rank {hello.rank}"
+    leaving = leave_opening(hello, nonce=nonce, reason=what, remedy=remedy)
+    future = in_background(lambda: drive(leaving, store.separate()), name="bucketplan-leave")
+    try:
+        future.result(_LEAVING_S)
+    except Exception as failed:
+        _LOG.warning("the other ranks could not be told that this one leaves the opening: %s", failed)
 
 
 def _all_ranks(members: Mapping[str, tuple[int, ...]], rank: int) -> tuple[int, ...]:

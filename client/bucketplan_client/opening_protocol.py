@@ -8,7 +8,7 @@
 Whoever loses patience first (a rank that waits for a dead leader, the leader that misses a rank) writes the outcome
 that the configuration asks for in that case; whoever comes later finds it there. In mode `every_rank` each rank also
 asks the server, under one key, so that the server answers all of them alike; the first answer in the store is
-everyone's.
+everyone's. The leader's mode counts. A rank that leaves early writes an abort first (`leave_opening`).
 
 Everything here is pure: see `bucketplan_client.protocol` for how it is run, and the simulation in tests/fleet.
 """
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from bucketplan_client.errors import ServerError, ServerRefused
-from bucketplan_client.protocol import GetMany, Now, Protocol, Put, PutOnce, Wait, members_digest
+from bucketplan_client.protocol import Get, GetMany, Now, Protocol, Put, PutOnce, Wait, members_digest
 from bucketplan_core.attempt import AttemptRequest
 from bucketplan_core.collectives import Options
 from bucketplan_core.epoch import Epoch, complete_options
@@ -38,6 +38,7 @@ __all__ = [
     "Outcome",
     "Setup",
     "Sleep",
+    "leave_opening",
     "open_protocol",
 ]
 
@@ -47,6 +48,9 @@ OutcomeKind = Literal["commit", "unbucketed", "abort"]
 Source = Literal["server", "cache", "local"]
 
 _MAX_ROLES = 1_000
+_LONGEST_REASON = 2_000
+_LOOK_S = 2.0
+"""How often a rank that waits for the leader's draft looks for an outcome instead."""
 _VERSIONS = ("capture", "rewriter", "schema")
 _OUTCOME, _DRAFT, _ANSWER = "outcome", "draft", "answer"
 
@@ -281,12 +285,27 @@ def _lead(setup: Setup, until: float) -> Protocol[bytes]:
         outcome = _without(setup, [r for r, key in zip(setup.participants, keys, strict=True) if key in gone])
     else:
         found: Sequence[bytes] = yield GetMany(keys)
-        refused = _judge_releases(setup, found)
-        hellos = [] if refused is not None else [Hello.decode(value) for value in found]
-        refused = refused or judge_hellos(hellos, setup)
-        outcome = refused if refused is not None else (yield from _decide(setup, hellos))
+        decided: bytes | None = yield Get(_OUTCOME)
+        if decided is not None:
+            return decided
+        read = _judge_releases(setup, found) or _read_hellos(setup, found)
+        if isinstance(read, Outcome):
+            outcome = read
+        else:
+            outcome = judge_hellos(read, setup) or (yield from _decide(setup, read))
     standing: bytes = yield PutOnce(_OUTCOME, outcome.encoded())
     return standing
+
+
+def leave_opening(hello: Hello, *, nonce: str, reason: str, remedy: str) -> Protocol[None]:
+    """End an opening that `hello.rank` takes no part in any more, unless it has ended; waits for nobody.
+
+    The abort stands before the hello, which wakes a leader that has no rank but this one to wait for.
+    """
+    text = f"rank {hello.rank} left it: {reason[:_LONGEST_REASON]}"
+    abort = Outcome(kind="abort", nonce=nonce, reason=_sendable(text), remedy=_sendable(remedy), odd=(hello.rank,))
+    yield PutOnce(_OUTCOME, abort.encoded())
+    yield Put(_hello_key(hello.rank), hello.encoded())
 
 
 def _decide(setup: Setup, hellos: Sequence[Hello]) -> Protocol[Outcome]:
@@ -325,12 +344,18 @@ def _collect_answers(request: AttemptRequest, until: float) -> Protocol[Opened]:
 
 
 def _ask_as_well(setup: Setup, until: float) -> Protocol[None]:
-    missing: tuple[str, ...] = yield Wait((_DRAFT,), until + setup.grace_s)
-    if missing:
-        return
+    while True:
+        now: float = yield Now()
+        missing: tuple[str, ...] = yield Wait((_DRAFT,), min(now + _LOOK_S, until + setup.grace_s))
+        if not missing:
+            break
+        # No draft comes where the leader has refused before it, or opens in mode `leader`.
+        decided: bytes | None = yield Get(_OUTCOME)
+        if decided is not None or now >= until + setup.grace_s:
+            return
     (draft,) = yield GetMany((_DRAFT,))
     yield Sleep(min(setup.jitter_s, setup.server_s / 2))
-    now: float = yield Now()
+    now = yield Now()
     try:
         opened: Opened = yield AskServer(AttemptRequest.read(Fields(unpack(draft), "draft")), now + setup.server_s / 2)
     except ServerError:
@@ -381,7 +406,7 @@ def _judge_releases(setup: Setup, encoded: Sequence[bytes]) -> Outcome | None:
 
     So the keys that are looked at here stand in the hello of every release.
     """
-    trees = [dict(tree) if isinstance(tree := unpack(data), Mapping) else {} for data in encoded]
+    trees = [_read_tree(data) for data in encoded]
     off = [rank for rank, tree in zip(setup.participants, trees, strict=True) if tree.get("disabled") is True]
     if off:
         return Outcome(
@@ -397,6 +422,25 @@ def _judge_releases(setup: Setup, encoded: Sequence[bytes]) -> Outcome | None:
         if len(found) > 1:
             return _disagree(setup, f"{name} version", found, "Install one release of bucketplan on every host")
     return None
+
+
+def _read_tree(data: bytes) -> Mapping[str, WireValue]:
+    try:
+        tree = unpack(data)
+    except DecodeError:
+        return {}
+    return tree if isinstance(tree, Mapping) else {}
+
+
+def _read_hellos(setup: Setup, encoded: Sequence[bytes]) -> list[Hello] | Outcome:
+    hellos: list[Hello] = []
+    for rank, data in zip(setup.participants, encoded, strict=True):
+        try:
+            hellos.append(Hello.decode(data))
+        except DecodeError as error:
+            remedy = f"Correct that on rank {rank}, and run one release of bucketplan on every host"
+            return _abort(setup, f"what rank {rank} brought cannot be read: {error}", remedy=remedy, odd=[rank])
+    return hellos
 
 
 def judge_hellos(hellos: Sequence[Hello], setup: Setup) -> Outcome | None:
@@ -491,6 +535,11 @@ def _by_value(hellos: Sequence[Hello], value_of: Callable[[Hello], object]) -> d
 
 def _show(options: Mapping[str, WireValue]) -> str:
     return "{" + ", ".join(f"{name}={options[name]!r}" for name in sorted(options)) + "}"
+
+
+def _sendable(text: str) -> str:
+    """`text` as MessagePack can carry it: arguments and paths that are not UTF-8 hold lone surrogates."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _int_tuple(fields: Fields, key: str) -> tuple[int, ...]:
