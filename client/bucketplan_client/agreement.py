@@ -11,14 +11,13 @@ the next. On a mesh that reaches every rank that shares a group with the failed 
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bucketplan_client.background import in_background
+from bucketplan_client.arguments import printable
 from bucketplan_client.errors import AgreementError, RankFailed, RanksDisagree, RanksMissing, Where
 from bucketplan_client.protocol import (
     Exchange,
@@ -32,22 +31,19 @@ from bucketplan_client.protocol import (
     members_digest,
     withdraw,
 )
-from bucketplan_client.store import JobStore, drive
+from bucketplan_client.store import JobStore, drive, drive_apart
 from bucketplan_core.errors import BucketplanError
 from bucketplan_core.request import Request
 from bucketplan_core.wire import WireValue, pack, unpack
 
 __all__ = ["GroupView", "Lockstep", "Report", "agree", "withdraw_in_time"]
 
-_LOG = logging.getLogger(__name__)
 
 DEFAULT_GRACE_S = 5.0
 DEFAULT_DEADLINE_S = 120.0
 """Ranks that run a pass in lockstep arrive within seconds; two minutes cover a host that is paging."""
 _DIFFERENCE_S = 10.0
 _LONGEST_REASON = 2_000
-_WITHDRAWAL_S = 3.0
-"""How long a rank that is being interrupted still talks to the store; a few writes take milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,11 +119,7 @@ class Lockstep:
 
 def withdraw_in_time(store: JobStore, report: Report, *, keys: Sequence[str]) -> None:
     """Answer the comparisons `keys` with `report.failure`, in all groups, on a connection of its own, or give up."""
-    future = in_background(lambda: drive(_withdrawals(report, keys), store.separate()), name="bucketplan-withdraw")
-    try:
-        future.result(_WITHDRAWAL_S)
-    except Exception as error:
-        _LOG.warning("the other ranks could not be told that this one is interrupted: %s", error)
+    drive_apart(_withdrawals(report, keys), store, told="is interrupted")
 
 
 def _withdrawals(report: Report, keys: Sequence[str]) -> Protocol[None]:
@@ -193,7 +185,7 @@ def _payload(report: Report, group: GroupView) -> bytes:
         {
             "decision": report.decision,
             "digest": group.digest,
-            "failure": None if report.failure is None else _sendable(report.failure[:_LONGEST_REASON]),
+            "failure": None if report.failure is None else printable(report.failure[:_LONGEST_REASON]),
             "members": list(group.members),
             "signature": report.signature,
         }
@@ -248,11 +240,6 @@ def _judge_decisions(
                 "difference": _same_graph(signature),
             }
     return {"kind": "agreed"}
-
-
-def _sendable(text: str) -> str:
-    """`text` as MessagePack can carry it: a file name that is not UTF-8 reaches an error message as lone surrogates."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _same_graph(signature: WireValue) -> str | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from bucketplan_client.errors import ClientError
 
-__all__ = ["BadArgument", "refuse_bad_arguments"]
+__all__ = ["BadArgument", "is_unicode", "printable", "refuse_bad_arguments"]
 
 _LONGEST_VALUE = 200
 
@@ -25,6 +25,16 @@ class BadArgument(ClientError):
         super().__init__(
             f"{option} is {self.value}, but it takes {expected}", remedy=remedy or f"Give {option} {expected}"
         )
+
+
+def printable(text: str) -> str:
+    """`text` as UTF-8 can hold it: bytes of arguments and paths that are none, Python has as lone surrogates."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def is_unicode(text: str) -> bool:
+    """Whether `text` can be sent: MessagePack, JSON and URLs hold no lone surrogates."""
+    return printable(text) == text
 
 
 def refuse_bad_arguments(**arguments: object) -> None:

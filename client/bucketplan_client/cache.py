@@ -16,7 +16,6 @@ import fcntl
 import hashlib
 import logging
 import os
-import stat
 import tempfile
 import time
 import uuid
@@ -26,8 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bucketplan_client.errors import CacheDamaged
+from bucketplan_client.files import UnfitFile, read_small_file
 from bucketplan_core.epoch import Epoch
 from bucketplan_core.errors import BucketplanError
+from bucketplan_core.fields import is_digest
 from bucketplan_core.plan import Plan
 
 __all__ = ["DEFAULT_MAX_BYTES", "CacheStatistics", "PlanCache", "default_cache_folder"]
@@ -94,7 +95,7 @@ class PlanCache:
             digest = data.decode("ascii", "replace") if data is not None else None
             if digest is None:
                 continue
-            if not _is_digest(digest):
+            if not is_digest(digest):
                 self._discard(index, "it holds no digest")
                 continue
             plan = self._blob(digest, signature)
@@ -124,7 +125,7 @@ class PlanCache:
     def epochs(self, job: str) -> list[str]:
         """Ids of the epochs that attempts of `job` committed to, the latest first."""
         names = (path.name.removesuffix(".epoch") for path in _newest_first(self._epochs(job)))
-        return [name for name in names if _is_digest(name)]
+        return [name for name in names if is_digest(name)]
 
     def epoch(self, job: str, epoch_id: str) -> Epoch | None:
         """The epoch, None when it is not here and whole."""
@@ -176,23 +177,14 @@ class PlanCache:
 
     def _read(self, path: Path, *, most_bytes: int = _MAX_FILE_BYTES) -> bytes | None:
         try:
-            # Without O_NONBLOCK the opening of a named pipe would wait for somebody who writes to it.
-            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                os.close(handle)
-                self._discard(path, "it is no regular file")
-                return None
-            with os.fdopen(handle, "rb") as file:
-                data = file.read(most_bytes + 1)
+            return read_small_file(path, most_bytes=most_bytes)
         except FileNotFoundError:
             return None
+        except UnfitFile as unfit:
+            self._discard(path, unfit.reason)
         except OSError as error:
             _LOG.warning("cannot read cached file %s: %s", path, error)
-            return None
-        if len(data) > most_bytes:
-            self._discard(path, f"it is larger than {most_bytes} bytes")
-            return None
-        return data
+        return None
 
     def _write(self, path: Path, data: bytes) -> bool:
         try:
@@ -288,10 +280,6 @@ class PlanCache:
             yield True
         finally:
             os.close(handle)
-
-
-def _is_digest(text: str) -> bool:
-    return len(text) == _DIGEST_BYTES and set(text) <= set("0123456789abcdef")
 
 
 def _remove(path: Path) -> None:

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from bucketplan_client.arguments import BadArgument
+from bucketplan_client.arguments import BadArgument, is_unicode
 from bucketplan_client.errors import BadToken
 from bucketplan_client.files import read_small_file
 
@@ -41,8 +41,7 @@ def job_from_environment() -> str:
         value = os.environ.get(variable, "").strip()
         if value.lower() in _NAMELESS:
             continue
-        # Bytes that are no UTF-8 are lone surrogates here.
-        if value in (".", "..") or value != value.encode("utf-8", "replace").decode("utf-8"):
+        if value in (".", "..") or not is_unicode(value):
             raise BadArgument(variable, value, "a job's name of letters, digits and ._:-, other than . and ..")
         return value
     return "job"

@@ -61,7 +61,7 @@ from bucketplan_client.opening_protocol import (
 )
 from bucketplan_client.reports import Reporter
 from bucketplan_client.rewrite import REWRITER_VERSION
-from bucketplan_client.store import JobStore, default_store, drive
+from bucketplan_client.store import JobStore, default_store, drive, drive_apart
 from bucketplan_client.transport import PlanClient, schema_refused
 from bucketplan_core.attempt import OPEN_SLOT, AttemptRequest, RankReport
 from bucketplan_core.collectives import Options
@@ -82,8 +82,6 @@ _LOG = logging.getLogger(__name__)
 _MAX_OVERRIDES = 10_000
 _SERVER_SLACK_S = 0.5
 """How long after its deadline a call to the server may still end by itself, with the error that says more."""
-_LEAVING_S = 3.0
-"""How long a rank that leaves still talks to the store; its few writes take milliseconds."""
 _openings = itertools.count()
 
 
@@ -373,11 +371,7 @@ def _leave(store: JobStore, hello: Hello, nonce: str, error: BaseException) -> N
     what = error.message if isinstance(error, ClientError) else f"{type(error).__name__}: {error}"
     remedy = error.remedy if isinstance(error, BadArgument) else f"Look at the log of rank {hello.rank}"
     leaving = leave_opening(hello, nonce=nonce, reason=what, remedy=remedy)
-    future = in_background(lambda: drive(leaving, store.separate()), name="bucketplan-leave")
-    try:
-        future.result(_LEAVING_S)
-    except Exception as failed:
-        _LOG.warning("the other ranks could not be told that this one leaves the opening: %s", failed)
+    drive_apart(leaving, store, told="leaves the opening")
 
 
 def _all_ranks(members: Mapping[str, tuple[int, ...]], rank: int) -> tuple[int, ...]:

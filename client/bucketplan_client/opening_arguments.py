@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bucketplan_client.arguments import BadArgument
+from bucketplan_client.arguments import BadArgument, is_unicode
 from bucketplan_client.cache import PlanCache
 from bucketplan_client.membership import GroupLike, members_of
 from bucketplan_core.attempt import MAX_RANK
@@ -105,4 +105,4 @@ def _is_rank(value: object) -> bool:
 
 
 def _is_name(value: object) -> bool:
-    return isinstance(value, str) and bool(value) and value == value.encode("utf-8", "replace").decode()
+    return isinstance(value, str) and bool(value) and is_unicode(value)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from bucketplan_client.arguments import printable
 from bucketplan_client.errors import ServerError, ServerRefused
 from bucketplan_client.protocol import Get, GetMany, Now, Protocol, Put, PutOnce, Wait, members_digest
 from bucketplan_core.attempt import AttemptRequest
@@ -303,7 +304,7 @@ def leave_opening(hello: Hello, *, nonce: str, reason: str, remedy: str) -> Prot
     The abort stands before the hello, which wakes a leader that has no rank but this one to wait for.
     """
     text = f"rank {hello.rank} left it: {reason[:_LONGEST_REASON]}"
-    abort = Outcome(kind="abort", nonce=nonce, reason=_sendable(text), remedy=_sendable(remedy), odd=(hello.rank,))
+    abort = Outcome(kind="abort", nonce=nonce, reason=printable(text), remedy=printable(remedy), odd=(hello.rank,))
     yield PutOnce(_OUTCOME, abort.encoded())
     yield Put(_hello_key(hello.rank), hello.encoded())
 
@@ -535,11 +536,6 @@ def _by_value(hellos: Sequence[Hello], value_of: Callable[[Hello], object]) -> d
 
 def _show(options: Mapping[str, WireValue]) -> str:
     return "{" + ", ".join(f"{name}={options[name]!r}" for name in sorted(options)) + "}"
-
-
-def _sendable(text: str) -> str:
-    """`text` as MessagePack can carry it: arguments and paths that are not UTF-8 hold lone surrogates."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _int_tuple(fields: Fields, key: str) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ device, and a rank that waits on it blocks nobody else.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import uuid
@@ -22,13 +23,16 @@ from bucketplan_client.protocol import Get, GetMany, Now, Protocol, Put, PutOnce
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ["JobStore", "default_store", "drive"]
+__all__ = ["JobStore", "default_store", "drive", "drive_apart"]
 
 T = TypeVar("T")
+_LOG = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 4 * 2**20
 """TCPStore drops the connection of whoever sends a value above 8 MiB (seen in torch 2.13)."""
 _WHOLE, _CHUNKED = b"=", b"#"
+_APART_S = 3.0
+"""How long a rank that is leaving still talks to the store; its few writes take milliseconds."""
 
 
 def default_store() -> Store:
@@ -156,6 +160,18 @@ def drive(protocol: Protocol[T], store: JobStore, *, other: Callable[[Any], Any]
     except StopIteration as done:
         value: T = done.value
         return value
+
+
+def drive_apart(protocol: Protocol[None], store: JobStore, *, told: str) -> None:
+    """Run `protocol` on a connection of its own for a few seconds at most, whatever the store does; raises nothing.
+
+    For ranks that leave while something else is being raised. `told` is what the others do not learn where it fails.
+    """
+    future = in_background(lambda: drive(protocol, store.separate()), name="bucketplan-leave")
+    try:
+        future.result(_APART_S)
+    except Exception as error:
+        _LOG.warning("the other ranks could not be told that this one %s: %s", told, error)
 
 
 def _perform(step: Any, store: JobStore, other: Callable[[Any], Any] | None) -> Any:

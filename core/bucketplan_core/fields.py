@@ -17,7 +17,7 @@ from typing import TypeVar, cast
 from bucketplan_core.errors import DecodeError, SchemaVersionError
 from bucketplan_core.wire import MAX_INT, IntegerText, WireValue
 
-__all__ = ["MAX_STRING_CHARACTERS", "Fields"]
+__all__ = ["MAX_STRING_CHARACTERS", "Fields", "is_digest"]
 
 MAX_STRING_CHARACTERS = 16_384
 """Longest name: parameter paths of generated models reach kilobytes; nothing legitimate reaches this."""
@@ -31,6 +31,11 @@ _LISTS = frozenset({list})
 _TOP_BYTE = 7 if sys.byteorder == "little" else 0
 
 T = TypeVar("T")
+
+
+def is_digest(text: str) -> bool:
+    """Whether `text` is a SHA-256 as documents and addresses have it: 64 lower-case hex characters."""
+    return _HEX_DIGEST.match(text) is not None
 
 
 class Fields:
@@ -269,7 +274,7 @@ def _str(value: WireValue, path: str, choices: Collection[str] | None) -> str:
 
 
 def _digest(value: WireValue, path: str) -> str:
-    if type(value) is not str or _HEX_DIGEST.match(value) is None:
+    if type(value) is not str or not is_digest(value):
         raise DecodeError(path, value, "must be 64 lower-case hex characters")
     return value
 

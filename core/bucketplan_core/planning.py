@@ -14,17 +14,13 @@ from bucketplan_core.schedule import decide
 __all__ = ["make_plan"]
 
 
+@collector_paused()
 def make_plan(request: Request, profile: CostProfile | None = None) -> Plan:
     """The plan of `request` under its bound cost profile; the same bytes on every machine.
 
     Raises `PlannerUnavailable` for a planner version that this build lacks, `PlanningError` for options that cannot be
     met, `DecodeError` for a profile of another request. The decision has passed `check_decision`.
     """
-    with collector_paused():
-        return _make_plan(request, profile)
-
-
-def _make_plan(request: Request, profile: CostProfile | None) -> Plan:
     planner = find_planner(request.options.planner)
     bound = profile if profile is not None else CostProfile.empty(request)
     bound.check(request)

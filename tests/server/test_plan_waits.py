@@ -166,8 +166,7 @@ def test_a_wait_ends_with_what_another_replica_stored(monkeypatch):
                 path = f"/v1/plans/{REQUEST.signature}?wait=5"
                 waiting = asyncio.create_task(servers.call("GET", path, accept=MSGPACK["Accept"]))
                 await waits.wait()
-                headers = {name.lower().replace("-", "_"): value for name, value in MSGPACK.items()}
-                posted = await servers.call("POST", "/v1/plans", replica=1, content=plan_body(REQUEST), **headers)
+                posted = await servers.call("POST", "/v1/plans", replica=1, content=plan_body(REQUEST), **MSGPACK)
                 return posted, await waiting
 
             posted, found = servers.run(scenario())

@@ -52,8 +52,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
 
 def send(server: InProcess, path: str, body: Any) -> None:
     content = body if isinstance(body, bytes) else pack(body)
-    headers = {name.lower().replace("-", "_"): value for name, value in MSGPACK.items()}
-    answer = server.run(server.call("POST", path, content=content, **headers))
+    answer = server.run(server.call("POST", path, content=content, **MSGPACK))
     assert answer.is_success, answer.text
 
 

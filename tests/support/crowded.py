@@ -1,6 +1,6 @@
 """A store with much in it: rows that a server wrote once, written again under other names, without their audit trail.
 
-with crowded_server(tmp_path, request, profile, Crowd(num_jobs=1_000)) as (server, crowd):
+with crowded_server(tmp_path, request, profile, Crowd(num_jobs=1_000)) as server:
     httpx.get(f"{server.url}/jobs")
 """
 

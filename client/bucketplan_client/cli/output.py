@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
-from bucketplan_client.arguments import BadArgument
+from bucketplan_client.arguments import BadArgument, is_unicode, printable
 from bucketplan_client.errors import (
     BadAddress,
     BadToken,
@@ -108,12 +108,7 @@ def _cell(value: object) -> str:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return _printable(", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value))
-
-
-def _printable(text: str) -> str:
-    # Names of files may hold bytes that are no UTF-8, which Python has as lone surrogates and no terminal takes.
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return printable(", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value))
 
 
 @contextmanager
@@ -143,7 +138,7 @@ def fail(context: typer.Context, message: str, *, status: int, problem: Mapping[
     if context.params.get("as_json"):
         print_json({"error": {**problem, "exit_status": status, "message": message}})
     else:
-        _err.print(f"error: {_printable(message)}")
+        _err.print(f"error: {printable(message)}")
     raise typer.Exit(status) from None
 
 
@@ -154,7 +149,7 @@ def _refuse_what_cannot_be_sent(context: Any) -> None:
             continue
         given = context.params.get(parameter.name)
         for value in given if isinstance(given, list | tuple) else [given]:
-            if isinstance(value, str) and _printable(value) != value:
+            if isinstance(value, str) and not is_unicode(value):
                 raise typer.BadParameter(f"{value!r} is no UTF-8", ctx=context, param=parameter)
             if isinstance(value, int) and not -MAX_INT <= value <= MAX_INT:
                 raise typer.BadParameter(f"{value} is above {MAX_INT}", ctx=context, param=parameter)

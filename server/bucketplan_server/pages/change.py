@@ -22,9 +22,11 @@ from bucketplan_server.pages.routing import (
     PageRoute,
     Refusal,
     number_field,
+    one_of,
     read_form,
     see_other,
     text_field,
+    whole_signature,
 )
 from bucketplan_server.planner.planned import Stored
 from bucketplan_server.problems import Problem
@@ -59,9 +61,7 @@ async def diff(request: Request, state: State) -> Response:
 
 async def _side(request: Request, state: AppState, name: str, signature: str) -> Stored:
     """One side of a comparison; raises `Problem` that names the field at fault."""
-    if len(signature) != 64 or set(signature) - set("0123456789abcdef"):
-        detail = f"{name}: {signature[:80]!r} must be a whole signature, 64 lower-case hex characters"
-        raise Problem("invalid-parameter", detail, fields={"path": name})
+    whole_signature(signature, name)
     revision = revision_of(request, f"revision_{name}")
     try:
         return await state.revisions.stored(signature, revision)
@@ -269,10 +269,7 @@ async def _compared(state: AppState, a: Stored, b: Stored) -> dict[str, Any]:
 def _options(form: Mapping[str, str]) -> dict[str, WireValue]:
     options: dict[str, WireValue] = {}
     for name, allowed in CHOICES.items():
-        value = text_field(form, name)
-        if value and value not in allowed:
-            detail = f"{name}: {value[:80]!r} must be one of {', '.join(allowed)}"
-            raise Problem("invalid-body", detail, fields={"path": name})
+        value = one_of(text_field(form, name), name, allowed, slug="invalid-body")
         if value:
             options[name] = value
     for name in _NUMBERS:

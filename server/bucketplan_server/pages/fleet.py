@@ -14,13 +14,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bucketplan_core.collectives import STRATEGIES
+from bucketplan_core.fields import is_digest
 from bucketplan_core.wire import MAX_INT, unpack
 from bucketplan_server.access import Caller, Principal, needs
 from bucketplan_server.audit import verify
 from bucketplan_server.http.state import AppState, State
 from bucketplan_server.jobs.state import overall_state
 from bucketplan_server.pages.render import page
-from bucketplan_server.pages.routing import PageRoute, Refusal, one_page, read_form, see_other, whole_number
+from bucketplan_server.pages.routing import (
+    PageRoute,
+    Refusal,
+    one_of,
+    one_page,
+    read_form,
+    see_other,
+    whole_number,
+    whole_signature,
+)
 from bucketplan_server.problems import Problem
 from bucketplan_server.store.engine import StoreError
 from bucketplan_server.store.listing import PlanFilter, list_plans
@@ -38,7 +48,6 @@ _JOBS_PAGE = 20
 _FEW = 8
 _LISTED = 20
 """Items of a list in an event that are shown one by one."""
-_SIGNATURE = re.compile("[0-9a-f]{64}")
 
 
 @router.get("/", dependencies=[needs("auditor")])
@@ -76,7 +85,7 @@ async def plans(request: Request, state: State, caller: Caller) -> Response:
         name: request.query_params.get(name, "").strip()
         for name in ("signature", "job", "parameter", "module", "group", "strategy", "since", "until")
     }
-    if _SIGNATURE.fullmatch(given["signature"]):
+    if is_digest(given["signature"]):
         return see_other(f"/plans/{given['signature']}")
     shared: dict[str, Any] = {"given": given, "strategies": STRATEGIES}
     try:
@@ -107,7 +116,7 @@ def _plan_filter(given: Mapping[str, str], caller: Principal) -> PlanFilter:
             f"signature: {given['signature'][:80]!r} is no beginning of a signature: 4 to 64 lower-case hex characters",
             fields={"path": "signature"},
         )
-    _one_of(given, "strategy", STRATEGIES)
+    one_of(given["strategy"], "strategy", STRATEGIES)
     return PlanFilter(
         job=caller.job(given["job"]) if given["job"] else None,
         namespace=caller.namespace,
@@ -119,12 +128,6 @@ def _plan_filter(given: Mapping[str, str], caller: Principal) -> PlanFilter:
         since_ns=_day_ns(given["since"], "since"),
         until_ns=_day_ns(given["until"], "until"),
     )
-
-
-def _one_of(given: Mapping[str, str], name: str, allowed: Sequence[str]) -> None:
-    if given[name] and given[name] not in allowed:
-        detail = f"{name}: {given[name][:80]!r} must be one of {', '.join(allowed)}"
-        raise Problem("invalid-parameter", detail, fields={"path": name})
 
 
 @router.get("/jobs", dependencies=[needs("auditor")])
@@ -183,10 +186,9 @@ async def events(request: Request, state: State, caller: Caller) -> Response:
 
 def _event_filter(given: Mapping[str, str], caller: Principal) -> str | None:
     """The job that the form asks for, as stored; raises `Problem` that names the field at fault."""
-    if given["signature"] and not _SIGNATURE.fullmatch(given["signature"]):
-        detail = f"signature: {given['signature'][:80]!r} must be a whole signature, 64 lower-case hex characters"
-        raise Problem("invalid-parameter", detail, fields={"path": "signature"})
-    _one_of(given, "kind", KINDS)
+    if given["signature"]:
+        whole_signature(given["signature"], "signature")
+    one_of(given["kind"], "kind", KINDS)
     return caller.job(given["job"]) if given["job"] else None
 
 

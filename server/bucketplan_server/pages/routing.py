@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
+from bucketplan_core.fields import is_digest
 from bucketplan_server.access.authenticate import refusal_reason
 from bucketplan_server.access.dependency import principal_of
 from bucketplan_server.http.bodies import read_body
@@ -28,11 +29,13 @@ __all__ = [
     "Refusal",
     "number_field",
     "numbered_page",
+    "one_of",
     "one_page",
     "read_form",
     "see_other",
     "text_field",
     "whole_number",
+    "whole_signature",
 ]
 
 _T = TypeVar("_T")
@@ -140,6 +143,22 @@ def numbered_page(request: Request, rows: Sequence[_T], size: int, *, name: str)
     num_pages = max(1, -(-len(rows) // size))
     number = whole_number(request.query_params.get(name, ""), name, low=1, high=100_000) or 1
     return rows[(number - 1) * size : number * size], number, num_pages
+
+
+def one_of(value: str, name: str, allowed: Sequence[str], *, slug: str = "invalid-parameter") -> str:
+    """The choice that a field holds, or nothing; raises `Problem` for a choice that there is not."""
+    if value and value not in allowed:
+        detail = f"{name}: {value[:80]!r} must be one of {', '.join(allowed)}"
+        raise Problem(slug, detail, fields={"path": name})
+    return value
+
+
+def whole_signature(value: str, name: str) -> str:
+    """The signature that a field holds; raises `Problem` for anything else."""
+    if not is_digest(value):
+        detail = f"{name}: {value[:80]!r} must be a whole signature, 64 lower-case hex characters"
+        raise Problem("invalid-parameter", detail, fields={"path": name})
+    return value
 
 
 def whole_number(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
+from bucketplan_core.fields import is_digest
 from bucketplan_server.access import needs
 from bucketplan_server.http.answers import answer, plan_answer, wanted_encoding
 from bucketplan_server.http.bodies import read_body, read_plan_body
@@ -140,7 +140,7 @@ async def post_plan(request: Request, state: State) -> Response:
 
 def _epoch(request: Request) -> str | None:
     epoch = request.headers.get("bucketplan-epoch")
-    if epoch is not None and not re.fullmatch("[0-9a-f]{64}", epoch):
+    if epoch is not None and not is_digest(epoch):
         raise Problem(
             "invalid-parameter",
             f"Bucketplan-Epoch is {epoch[:80]!r}; it must be an epoch id, 64 lower-case hex characters",
