@@ -32,6 +32,8 @@ FALLBACK = "hardware is unknown: planned as size/1 at the caps given; name a pre
 """What a plan says that `auto` made without figures."""
 _LEAN_BUDGET = 20_000
 """Simulated steps that the search for the least peak may take from each of its starts."""
+_LEAN_ROUNDS = 8
+"""Searches for less than the least peak known, each of at most that many steps; the first that finds none ends them."""
 _GIB = 2**30
 
 
@@ -55,6 +57,26 @@ def trial_as_traced(cost: CostModel) -> Trial:
     found = Workbench(cost, None).evaluate(alone, ORIGINAL)
     assert found is not None  # the original schedule is legal by construction of requests
     return found
+
+
+def _below(search: Search, least: Trial) -> Trial:
+    """A plan of less memory, where this search finds one under budgets that shrink; else `least`."""
+    for _ in range(_LEAN_ROUNDS):
+        found = Search(
+            bench=Workbench(search.bench.cost, least.peak_bytes - 1),
+            bound_ns=search.bound_ns,
+            placement=search.placement,
+            as_traced=search.as_traced,
+            step_budget=_LEAN_BUDGET,
+        ).run()
+        if found is None:
+            break
+        least = found
+    return least
+
+
+def _by_memory(trial: Trial) -> tuple[int, tuple[int, int]]:
+    return (trial.peak_bytes, trial.rank)
 
 
 class AutoPlanner:
@@ -94,7 +116,7 @@ class AutoPlanner:
         if request.options.placement != "original":
             plans += [unbounded.lean(), unbounded.lean(reduce_late=True), unbounded.evaluate(alone, Ahead(0))]
             plans += [polish(unbounded, plan, _LEAN_BUDGET, least_memory=True) for plan in plans if plan is not None]
-        least = min((plan for plan in plans if plan is not None), key=lambda plan: (plan.peak_bytes, plan.rank))
+        least = _below(search, min((plan for plan in plans if plan is not None), key=_by_memory))
         if least.peak_bytes > bench.budget_bytes:
             raise PlanningError(
                 "memory_budget_bytes",

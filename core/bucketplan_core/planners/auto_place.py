@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from bucketplan_core.cost import BucketCost, CostModel
@@ -75,6 +76,10 @@ class Bucket:
     buffers: Buffers
     feeds_on: tuple[int, ...]
     order: int
+
+    def admits(self, launch: int, wait: int) -> bool:
+        """Whether these gaps lie in the bucket's windows, the wait no earlier than the launch."""
+        return self.earliest <= launch <= self.latest_launch and launch <= wait <= self.latest_wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,9 +281,11 @@ class Workbench:
                 waits[number_of[source]] = min(waits[number_of[source]], launches[index])
                 waits[index] = max(waits[index], launches[index])
         named: tuple[Placement, ...] = ()
-        try:
-            steps = self._arrange(buckets, launches, waits)
-        except Unschedulable:
+        steps = None
+        if all(map(Bucket.admits, buckets, launches, waits)):
+            with suppress(Unschedulable):
+                steps = self._arrange(buckets, launches, waits)
+        if steps is None:
             named = tuple(place_original(self.request, [b.members for b in buckets]))
             steps = arrange_events(self.request, named)
         run = self.run(buckets, steps)
@@ -286,7 +293,11 @@ class Workbench:
         return Trial(Ahead(0), buckets, launches, waits, run, peak_bytes, named=named)
 
     def _finish(self, trial: Trial) -> Trial | None:
-        return None if self.budget_bytes is not None and trial.peak_bytes > self.budget_bytes else trial
+        if self.budget_bytes is not None and trial.peak_bytes > self.budget_bytes:
+            return None
+        # Placements of `bucketplan_core.schedule` keep the windows of the request, which are wider than ours.
+        within = trial.named or all(map(Bucket.admits, trial.buckets, trial.launches, trial.waits))
+        return trial if within else None
 
     def run(self, buckets: Sequence[Bucket], steps: Sequence[tuple[int, int, int]]) -> Run:
         """One run of the simulator, counted."""
@@ -401,7 +412,8 @@ class Workbench:
                     break
                 if latest_start[following] >= max(free, now) + buckets[index].cost.comm_ns:
                     break
-                launches[following] = gap
+                # Its own window may have asked for an earlier launch than those ahead of it have.
+                launches[following] = min(launches[following], gap)
                 free = max(free, now) + buckets[following].cost.comm_ns
                 at += 1
             free = max(free, now) + buckets[index].cost.comm_ns

@@ -1,16 +1,16 @@
 """Launches and waits under a memory budget: one sweep in program order that knows what is held and how late compute is.
 
 `place_within` goes from gap to gap with an estimate of the compute stream's clock, stalls included. A gather is
-issued when it is due soon and what it holds until its wait fits beside everything else; a reduction where it is
-ready, behind gathers that could not wait for it. Where the budget is passed nevertheless, the oldest reductions in
-flight are waited for, which frees their inputs for a stall that a stream which decides the step costs anyway. The
-simulator judges the result.
+issued when it is due soon and what it holds until its wait fits beside everything else, or where its launch window
+closes; a reduction where it is ready, behind gathers that could not wait for it. Where the budget is passed
+nevertheless, the oldest reductions in flight are waited for, which frees their inputs for a stall that a stream which
+decides the step costs anyway. The simulator judges the result.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,8 @@ __all__ = ["place_within"]
 def place_within(
     cost: CostModel, buckets: Sequence[Bucket], permille: int | None, budget_bytes: int
 ) -> tuple[list[int], list[int], frozenset[int]] | None:
-    """Launch and wait gaps by bucket, and the buckets whose wait comes before every launch of its gap.
+    """Launch and wait gaps by bucket, and the buckets whose wait comes before every launch of its gap, which is a later
+    one than that of their own launch.
 
     None where a bucket that feeds on others finds no gap. `buckets` in placement order.
     """
@@ -51,22 +52,23 @@ class _Sweep:
         self._free = [0] * len(cost.streams)
         self._done = [0] * len(buckets)
         self._in_flight = 0
-        self._reductions: deque[int] = deque()
+        self._reductions: OrderedDict[int, None] = OrderedDict()
         bucket_of = {m: index for index, b in enumerate(buckets) for m in b.members}
         self._sources = [sorted({bucket_of[m] for m in b.feeds_on}) for b in buckets]
         self._feeding = {source for sources in self._sources for source in sources}
         self._following: list[int] = []
         self._gathers: list[deque[int]] = [deque() for _ in cost.streams]
         self._ready: dict[int, list[int]] = {}
+        self._closing: dict[int, list[int]] = {}
         self._due: dict[int, list[int]] = {}
         gaps = {0, len(self._prefix) - 1}
         for index, b in enumerate(buckets):
-            gaps.add(b.earliest)
+            gaps.update((b.earliest, b.latest_wait))
+            self._due.setdefault(b.latest_wait, []).append(index)
             if b.is_gather:
                 self._gathers[b.stream].append(index)
-                self._due.setdefault(b.latest_wait, []).append(index)
-                gaps.add(b.latest_wait)
-                gaps.add(min(b.latest_launch, b.latest_wait))
+                self._closing.setdefault(b.latest_launch, []).append(index)
+                gaps.add(b.latest_launch)
                 if permille is not None:
                     start = self._prefix[b.latest_wait] - b.cost.comm_ns * permille // 1_000
                     gaps.add(min(max(bisect_right(self._prefix, start) - 1, b.earliest), b.latest_wait))
@@ -97,13 +99,19 @@ class _Sweep:
         # A packed reduction holds its inputs and their copy for a moment.
         passing = max((self._buckets[index].buffers.given_at_launch for index in ready), default=0)
         while self._reductions and self._held(gap, gap) + passing > self._budget:
-            if self.launches[self._reductions[0]] == gap:
+            if self.launches[self._oldest()] == gap:
                 break
-            self.early.add(self._wait_for_oldest(gap))
+            oldest = self._oldest()
+            self._wait_for(oldest, gap)
+            self.early.add(oldest)
         if not self._follow(gap):
             return False
         for stream in range(len(self._gathers)):
             self._issue(stream, gap, 0)
+        for index in self._closing.get(gap, ()):
+            # It stands behind a gather that is waited for earlier and may not be launched yet.
+            if self.launches[index] < 0:
+                self._launch(index, gap)
         for index in ready:
             if self._sources[index]:
                 self._following.append(index)
@@ -114,17 +122,22 @@ class _Sweep:
         if not self._follow(gap):
             return False
         for index in self._due.get(gap, ()):
-            self._stand_still(self._done[index], gap)
-            self._in_flight -= self._buckets[index].buffers.taken_at_launch
+            if self._buckets[index].is_gather:
+                self._stand_still(self._done[index], gap)
+                self._in_flight -= self._buckets[index].buffers.taken_at_launch
+            elif index in self._reductions:
+                self._wait_for(index, gap)
         while self._reductions and self._held(gap, gap) > self._budget:
-            self._wait_for_oldest(gap)
+            self._wait_for(self._oldest(), gap)
         return True
 
-    def _wait_for_oldest(self, gap: int) -> int:
-        index = self._reductions.popleft()
+    def _oldest(self) -> int:
+        """The reduction in flight that was launched first."""
+        return next(iter(self._reductions))
+
+    def _wait_for(self, index: int, gap: int) -> None:
         self._stand_still(self._done[index], gap)
         self._release(index, gap)
-        return index
 
     def _now(self, gap: int) -> int:
         return self._prefix[gap] + self._delay
@@ -143,17 +156,20 @@ class _Sweep:
         if b.is_gather:
             self._in_flight += b.buffers.taken_at_launch
         elif index not in self._feeding:
-            self._reductions.append(index)
+            self._reductions[index] = None
 
     def _release(self, index: int, gap: int) -> None:
+        del self._reductions[index]
         self.waits[index] = min(self.waits[index], gap)
         self._in_flight -= self._buckets[index].buffers.given_at_wait
 
     def _collect(self, gap: int) -> None:
         """Reductions that are done by now hold nothing any more."""
         now = self._now(gap)
-        while self._reductions and self._done[self._reductions[0]] <= now and self.launches[self._reductions[0]] < gap:
-            index = self._reductions.popleft()
+        while self._reductions:
+            index = self._oldest()
+            if self._done[index] > now or self.launches[index] >= gap:
+                return
             self._release(index, gap)
             self.early.add(index)
 
@@ -161,10 +177,13 @@ class _Sweep:
         """Issue the next gathers of a stream that are due soon, before something that would take `behind_ns`."""
         waiting = self._gathers[stream]
         while waiting:
+            if self.launches[waiting[0]] >= 0:
+                waiting.popleft()
+                continue
             b = self._buckets[waiting[0]]
             if b.earliest > gap:
                 return
-            must = gap >= min(b.latest_launch, b.latest_wait)
+            must = gap >= b.latest_launch
             if not must:
                 ahead = b.cost.comm_ns if self._permille is None else b.cost.comm_ns * self._permille // 1_000
                 begun = max(self._free[stream], self._now(gap)) + behind_ns
