@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from bucketplan_core.collectives import Candidate, FixedCollective, Group, Options
 from bucketplan_core.profile import CostProfile, WorkClass
 from bucketplan_core.request import Request
+from tests.support.paths import GRAPHS_DIR
 
-_DEFAULT = Path(__file__).resolve().parents[2].parent / "shared" / "graphs"
-GRAPHS_DIR = Path(os.environ.get("BUCKETPLAN_GRAPHS", _DEFAULT))
 SIZE_OPTIONS = Options(strategy="size", planner="size/1")
 
 

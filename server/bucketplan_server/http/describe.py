@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from bucketplan_server.http.negotiation import JSON_TYPE, MSGPACK_TYPE
+from bucketplan_server.http.parameters import DIGEST_PATTERN
 from bucketplan_server.problems import PROBLEMS
 
 __all__ = ["DIGEST", "MAP", "PLAN", "PLAN_READ_PROBLEMS", "PROBLEM", "body_of", "both", "obj", "problems"]
 
-DIGEST: dict[str, Any] = {"type": "string", "pattern": "^[0-9a-f]{64}$", "description": "SHA-256 in lower-case hex"}
+DIGEST: dict[str, Any] = {"type": "string", "pattern": DIGEST_PATTERN, "description": "SHA-256 in lower-case hex"}
 MAP: dict[str, Any] = {"type": "object"}
 PLAN_READ_PROBLEMS = (
     "invalid-parameter",

@@ -53,9 +53,10 @@ class Front:
         trusted_proxies: str = TRUSTED_PROXIES,
     ) -> None:
         self._app = app
-        # uvicorn types the keys of ASGI's maps one by one, starlette does not.
-        guarded: Any = self._guarded
-        self._behind_proxies: Any = ProxyHeadersMiddleware(guarded, trusted_proxies)
+        self._behind_proxies = ProxyHeadersMiddleware(
+            self._guarded,  # type: ignore[arg-type]  # uvicorn types the keys of ASGI's maps one by one, starlette does not
+            trusted_proxies,
+        )
         self._access = access
         self._tokens = access.table
         self._memory = memory
@@ -77,7 +78,7 @@ class Front:
                 await send(messages[0])
                 await send(messages[1])
                 return
-        await self._behind_proxies(scope, receive, send)
+        await self._behind_proxies(scope, receive, send)  # type: ignore[arg-type]  # as above
 
     def _known_plan(self, scope: Scope) -> tuple[Any, Any] | None:
         """The stored answer, or None where anything about the request is not the plain case."""

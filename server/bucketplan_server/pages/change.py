@@ -14,8 +14,9 @@ from starlette.responses import Response
 from bucketplan_core.plan import Plan
 from bucketplan_core.wire import WireValue, unpack
 from bucketplan_server.access import Caller, Principal, needs
+from bucketplan_server.http.parameters import Signature
 from bucketplan_server.http.state import AppState, State, cause_of
-from bucketplan_server.pages.plan import CHOICES, Signature, plan_page, revision_of
+from bucketplan_server.pages.plan import CHOICES, plan_page, revision_of
 from bucketplan_server.pages.render import page
 from bucketplan_server.pages.routing import (
     MAX_REASON_CHARACTERS,

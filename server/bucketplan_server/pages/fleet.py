@@ -18,6 +18,7 @@ from bucketplan_core.fields import is_digest
 from bucketplan_core.wire import MAX_INT, unpack
 from bucketplan_server.access import Caller, Principal, needs
 from bucketplan_server.audit import verify
+from bucketplan_server.http.parameters import read_cursor, write_cursor
 from bucketplan_server.http.state import AppState, State
 from bucketplan_server.jobs.state import overall_state
 from bucketplan_server.pages.render import page
@@ -96,7 +97,7 @@ async def plans(request: Request, state: State, caller: Caller) -> Response:
     cursor = request.query_params.get("cursor", "")
     found = list_plans(state.store, wanted, before=_cursor(cursor), limit=_PAGE + 1)
     shown, last = await one_page(state, found, _PAGE)
-    following = None if last is None else f"{last['created_ns']}-{last['signature']}"
+    following = None if last is None else write_cursor(last["created_ns"], last["signature"])
     return page(
         request,
         "plans.html",
@@ -260,7 +261,7 @@ def _day_ns(text: str, name: str) -> int | None:
 def _cursor(cursor: str) -> tuple[int, str] | None:
     if not cursor:
         return None
-    match = re.fullmatch("([0-9]{1,19})-([0-9a-f]{64})", cursor)
-    if match is None or int(match[1]) > MAX_INT:
+    found = read_cursor(cursor)
+    if found is None:
         raise Problem("invalid-parameter", f"cursor: {cursor[:120]!r} is no cursor", fields={"path": "cursor"})
-    return int(match[1]), match[2]
+    return found

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict, replace
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,6 +15,7 @@ from bucketplan_core.plan import Plan
 from bucketplan_core.wire import unpack
 from bucketplan_server.access import Caller, Principal, needs
 from bucketplan_server.http.answers import answer
+from bucketplan_server.http.parameters import Signature
 from bucketplan_server.http.state import AppState, State
 from bucketplan_server.pages.draw import chart_of_memory, chart_of_sizes, drawing_of
 from bucketplan_server.pages.figures import ORDERS, PlanQuery, view_bucket, view_plan
@@ -23,10 +24,9 @@ from bucketplan_server.pages.routing import PageRoute, Refusal, numbered_page, w
 from bucketplan_server.problems import Problem
 from bucketplan_server.store.revisions import RevisionRow
 
-__all__ = ["CHOICES", "Signature", "plan_page", "revision_of", "router"]
+__all__ = ["CHOICES", "plan_page", "revision_of", "router"]
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False, dependencies=[needs("auditor")])
-Signature = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="signature of the request")]
 _BUCKETS = 50
 _MEMBERS = 100
 _REVISIONS = 50

@@ -13,7 +13,7 @@ from bucketplan_server.access import Caller, needs
 from bucketplan_server.access.principal import JOB_PATTERN
 from bucketplan_server.http.answers import answer, plan_answer, wanted_encoding
 from bucketplan_server.http.describe import MAP, PLAN, PLAN_READ_PROBLEMS, both, obj, problems
-from bucketplan_server.http.routes.plans import Signature
+from bucketplan_server.http.parameters import CURSOR_PATTERN, DIGEST_PATTERN, Signature, read_cursor, write_cursor
 from bucketplan_server.http.state import State
 from bucketplan_server.problems import Problem
 from bucketplan_server.store.engine import StoreError
@@ -23,7 +23,6 @@ __all__ = ["router"]
 
 router = APIRouter()
 _LIST: dict[str, Any] = {"type": "array", "items": MAP}
-_HEX = "^[0-9a-f]{64}$"
 _NAME_CHARACTERS = 1_000
 Revision = Annotated[int | None, Query(ge=1, le=2**31 - 1, description="revision; the active one where left out")]
 Part = Annotated[str | None, Query(max_length=_NAME_CHARACTERS, description="part of a name")]
@@ -53,7 +52,7 @@ async def get_plans(
     strategy: Exact = None,
     since_ns: Time = None,
     until_ns: Time = None,
-    cursor: Annotated[str | None, Query(pattern=r"^[0-9]{1,19}-[0-9a-f]{64}$", description="`next` of a page")] = None,
+    cursor: Annotated[str | None, Query(pattern=CURSOR_PATTERN, description="`next` of a page")] = None,
     limit: Annotated[int, Query(ge=1, le=1000, description="most plans answered")] = 100,
 ) -> Response:
     encoding = wanted_encoding(request)
@@ -72,7 +71,7 @@ async def get_plans(
     except StoreError as error:
         raise state.plans.store_unavailable(error) from None
     listed: list[WireValue] = [{**row, "groups": row["groups"].split("\n")} for row in rows]
-    following = f"{rows[-1]['created_ns']}-{rows[-1]['signature']}" if len(rows) == limit else None
+    following = write_cursor(rows[-1]["created_ns"], rows[-1]["signature"]) if len(rows) == limit else None
     return answer({"next": following, "plans": listed}, encoding)
 
 
@@ -112,8 +111,8 @@ async def explain(request: Request, state: State, signature: Signature, revision
 async def diff(
     request: Request,
     state: State,
-    a: Annotated[str, Query(pattern=_HEX, description="signature")],
-    b: Annotated[str, Query(pattern=_HEX, description="signature; may be the same one")],
+    a: Annotated[str, Query(pattern=DIGEST_PATTERN, description="signature")],
+    b: Annotated[str, Query(pattern=DIGEST_PATTERN, description="signature; may be the same one")],
     revision_a: Revision = None,
     revision_b: Revision = None,
 ) -> Response:
@@ -125,7 +124,7 @@ async def diff(
 def _read_cursor(cursor: str | None) -> tuple[int, str] | None:
     if cursor is None:
         return None
-    created_ns, _, signature = cursor.partition("-")
-    if int(created_ns) > MAX_INT:
+    found = read_cursor(cursor)
+    if found is None:
         raise Problem("invalid-parameter", f"query.cursor: {cursor!r} is no cursor", fields={"path": "query.cursor"})
-    return int(created_ns), signature
+    return found

@@ -14,6 +14,7 @@ from bucketplan_server.access.principal import JOB_PATTERN, Principal
 from bucketplan_server.audit import verify
 from bucketplan_server.http.answers import answer, wanted_encoding
 from bucketplan_server.http.describe import DIGEST, MAP, both, obj, problems
+from bucketplan_server.http.parameters import DIGEST_PATTERN
 from bucketplan_server.http.state import State
 from bucketplan_server.store.engine import StoreError
 from bucketplan_server.store.events import load_events
@@ -39,7 +40,7 @@ async def list_events(
     caller: Caller,
     after: Annotated[int, Query(ge=0, le=MAX_INT, description="only events behind this number")] = 0,
     limit: Annotated[int, Query(ge=1, le=1000, description="most events answered")] = 100,
-    signature: Annotated[str | None, Query(pattern="^[0-9a-f]{64}$", description="only events of this plan")] = None,
+    signature: Annotated[str | None, Query(pattern=DIGEST_PATTERN, description="only events of this plan")] = None,
     job: Annotated[str | None, Query(pattern=JOB_PATTERN, description="only events of this job")] = None,
 ) -> Response:
     encoding = wanted_encoding(request)

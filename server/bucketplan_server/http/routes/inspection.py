@@ -13,8 +13,8 @@ from bucketplan_server.access import needs
 from bucketplan_server.http.answers import answer, wanted_encoding
 from bucketplan_server.http.describe import DIGEST, MAP, PLAN_READ_PROBLEMS, both, obj, problems
 from bucketplan_server.http.negotiation import MSGPACK_TYPE, names_tag
+from bucketplan_server.http.parameters import DIGEST_PATTERN, Signature
 from bucketplan_server.http.routes.audit import Revision
-from bucketplan_server.http.routes.plans import Signature
 from bucketplan_server.http.state import State
 from bucketplan_server.memory import content_digest
 from bucketplan_server.planner.trace import trace_step
@@ -55,7 +55,7 @@ async def trace(request: Request, state: State, signature: Signature, revision: 
 async def get_decision(
     request: Request,
     state: State,
-    digest: Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="digest of the decision")],
+    digest: Annotated[str, Path(pattern=DIGEST_PATTERN, description="digest of the decision")],
 ) -> Response:
     encoding = wanted_encoding(request)
     row = await state.plans.decision(digest)

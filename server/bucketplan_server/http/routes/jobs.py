@@ -21,6 +21,7 @@ from bucketplan_server.http.answers import answer, wanted_encoding
 from bucketplan_server.http.bodies import read_document
 from bucketplan_server.http.describe import DIGEST, MAP, body_of, both, obj, problems
 from bucketplan_server.http.negotiation import body_encoding
+from bucketplan_server.http.parameters import DIGEST_PATTERN
 from bucketplan_server.http.state import State, cause_of
 from bucketplan_server.http.waiting import while_connected
 from bucketplan_server.problems import refuse
@@ -247,7 +248,7 @@ async def get_epoch(
     request: Request,
     state: State,
     caller: Caller,
-    epoch: Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="id of the epoch")],
+    epoch: Annotated[str, Path(pattern=DIGEST_PATTERN, description="id of the epoch")],
 ) -> Response:
     encoding = wanted_encoding(request)
     found = await state.jobs.epoch(epoch, namespace=caller.namespace)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,16 +14,15 @@ from bucketplan_server.http.answers import answer, plan_answer, wanted_encoding
 from bucketplan_server.http.bodies import read_body, read_plan_body
 from bucketplan_server.http.describe import DIGEST, PLAN, body_of, both, obj, problems
 from bucketplan_server.http.negotiation import Encoding, body_encoding
+from bucketplan_server.http.parameters import Signature
 from bucketplan_server.http.state import State, cause_of
 from bucketplan_server.http.waiting import while_connected
 from bucketplan_server.problems import Problem
 from bucketplan_server.service import Pending, unknown_signature
 
-__all__ = ["Signature", "router"]
+__all__ = ["router"]
 
 router = APIRouter()
-
-Signature = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="signature of the request")]
 
 _POST_BODY = obj(
     {

@@ -17,7 +17,7 @@ from bucketplan_server.http.answers import answer, wanted_encoding
 from bucketplan_server.http.bodies import read_document
 from bucketplan_server.http.describe import DIGEST, MAP, body_of, both, obj, problems
 from bucketplan_server.http.negotiation import MSGPACK_TYPE, body_encoding
-from bucketplan_server.http.routes.plans import Signature
+from bucketplan_server.http.parameters import Signature
 from bucketplan_server.http.state import AppState, State, cause_of
 from bucketplan_server.problems import refuse
 from bucketplan_server.store.revisions import Activation, RevisionRow
