@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from bucketplan_core.collectives import Candidate, FixedCollective, Group, Options
 from bucketplan_core.cost import CostModel
+from bucketplan_core.errors import PlanningError
 from bucketplan_core.hardware import CollectiveCost, Hardware, Protocol
 from bucketplan_core.plan import Decision
 from bucketplan_core.profile import CostProfile, WorkClass
@@ -118,6 +119,11 @@ def build(
         fixed_bytes=tuple(fixed_bytes),
     )
     return request, profile
+
+
+def least_named(refused: PlanningError) -> int:
+    """The least budget, in bytes, that the refusal of a smaller one names."""
+    return int(str(refused).split("is ")[-1].split()[0])
 
 
 def random_hardware(rng: random.Random, **overrides: object) -> Hardware:

@@ -22,7 +22,16 @@ from bucketplan_core.request import Request
 from bucketplan_core.schedule import Placement, Unschedulable, decide
 from bucketplan_core.simulate import simulate
 from tests.benchmarks.bench_planner import CAPS_MB, auto_options, rules
-from tests.core.planner_cases import KINDS, brute_force, build, candidate, hardware, random_hardware, random_lane
+from tests.core.planner_cases import (
+    KINDS,
+    brute_force,
+    build,
+    candidate,
+    hardware,
+    least_named,
+    random_hardware,
+    random_lane,
+)
 from tests.support.counts import seeds
 from tests.support.graphs import graph_names, load_graph
 from tests.support.paths import ROOT, graphs_dir
@@ -140,7 +149,7 @@ def test_a_budget_is_kept_and_one_that_cannot_be_is_an_error_that_names_the_leas
             assert found.peak_bytes <= budget, seed
             continue
         assert refused.option == "memory_budget_bytes"
-        least = int(str(refused).split("is ")[-1].split()[0])
+        least = least_named(refused)
         assert least > budget
         _, found = figures(request.with_options(replace(request.options, memory_budget_bytes=least)), profile)
         assert found.peak_bytes <= least
@@ -151,7 +160,7 @@ def test_the_least_memory_may_be_that_of_a_late_reduction():
     least = request.with_options(replace(request.options, memory_budget_bytes=0))
     with pytest.raises(PlanningError) as refused:
         figures(least, profile)
-    named = int(str(refused.value).split("is ")[-1].split()[0])
+    named = least_named(refused.value)
     assert named == 383 * 2 + 383, "behind both segments, whose activations are gone"
     _, found = figures(request.with_options(replace(request.options, memory_budget_bytes=named)), profile)
     assert found.peak_bytes == named
@@ -250,7 +259,7 @@ def test_the_least_peak_waits_for_one_gather_before_it_launches_the_next():
     request, profile = build([candidate(AG, 500, 0, 0), candidate(AG, 300, 0, 0)], [])
     with pytest.raises(PlanningError) as refused:
         figures(request.with_options(replace(request.options, memory_budget_bytes=0)), profile)
-    named = int(str(refused.value).split("is ")[-1].split()[0])
+    named = least_named(refused.value)
     assert named == 1_000 + 300 + 600, "the larger first"
     _, found = figures(request.with_options(replace(request.options, memory_budget_bytes=named)), profile)
     assert found.peak_bytes == named

@@ -14,7 +14,7 @@ from bucketplan_core.planning import make_plan
 from bucketplan_core.profile import CostProfile, WorkClass
 from bucketplan_core.request import Request
 from bucketplan_core.simulate import simulate
-from tests.core.planner_cases import hardware
+from tests.core.planner_cases import hardware, least_named
 from tests.support.counts import seeds
 
 Orders = tuple[dict[int, int], dict[int, int]]
@@ -137,7 +137,7 @@ def peak_under(request: Request, profile: CostProfile, budget: int) -> tuple[int
     except PlanningError as refused:
         if refused.option != "memory_budget_bytes":
             raise
-        return None, int(str(refused).split("is ")[-1].split()[0])
+        return None, least_named(refused)
     return simulate(CostModel.build(tight, profile), plan.decision).peak_bytes, None
 
 

@@ -33,7 +33,8 @@ FALLBACK = "hardware is unknown: planned as size/1 at the caps given; name a pre
 _LEAN_BUDGET = 20_000
 """Simulated steps that the search for the least peak may take from each of its starts."""
 _LEAN_ROUNDS = 8
-"""Searches for less than the least peak known, each of at most that many steps; the first that finds none ends them."""
+"""Searches for less than the least peak known, each of that many steps before it polishes; one that finds none ends
+them."""
 _GIB = 2**30
 
 
@@ -75,10 +76,6 @@ def _below(search: Search, least: Trial) -> Trial:
     return least
 
 
-def _by_memory(trial: Trial) -> tuple[int, tuple[int, int]]:
-    return (trial.peak_bytes, trial.rank)
-
-
 class AutoPlanner:
     """Least simulated step time; never worse than `none` and `size` at the usual caps within the same budget."""
 
@@ -116,7 +113,9 @@ class AutoPlanner:
         if request.options.placement != "original":
             plans += [unbounded.lean(), unbounded.lean(reduce_late=True), unbounded.evaluate(alone, Ahead(0))]
             plans += [polish(unbounded, plan, _LEAN_BUDGET, least_memory=True) for plan in plans if plan is not None]
-        least = _below(search, min((plan for plan in plans if plan is not None), key=_by_memory))
+        least = min((plan for plan in plans if plan is not None), key=lambda plan: (plan.peak_bytes, plan.rank))
+        if least.peak_bytes > bench.budget_bytes:
+            least = _below(search, least)
         if least.peak_bytes > bench.budget_bytes:
             raise PlanningError(
                 "memory_budget_bytes",

@@ -99,9 +99,9 @@ class _Sweep:
         # A packed reduction holds its inputs and their copy for a moment.
         passing = max((self._buckets[index].buffers.given_at_launch for index in ready), default=0)
         while self._reductions and self._held(gap, gap) + passing > self._budget:
-            if self.launches[self._oldest()] == gap:
-                break
             oldest = self._oldest()
+            if self.launches[oldest] == gap:
+                break
             self._wait_for(oldest, gap)
             self.early.add(oldest)
         if not self._follow(gap):

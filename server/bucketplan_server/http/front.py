@@ -78,7 +78,7 @@ class Front:
                 await send(messages[0])
                 await send(messages[1])
                 return
-        await self._behind_proxies(scope, receive, send)  # type: ignore[arg-type]  # as above
+        await self._behind_proxies(scope, receive, send)  # type: ignore[arg-type]  # the same difference of types
 
     def _known_plan(self, scope: Scope) -> tuple[Any, Any] | None:
         """The stored answer, or None where anything about the request is not the plain case."""
