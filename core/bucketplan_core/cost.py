@@ -265,8 +265,8 @@ class CostModel:
 def segment_times_ns(profile: CostProfile, hardware: Hardware, num_segments: int) -> tuple[int, ...]:
     """Each segment's time: the sum over work classes of max(flops / rate, bytes moved / memory rate), each rounded up.
 
-    A class with FLOPs needs a rate: exactly its own, else ``matmul`` of its dtype, else the fastest of its dtype is not
-    guessed and a `PlanningError` says which rate is missing.
+    A class with FLOPs needs a rate: its own, else ``matmul`` of its dtype. Where there is neither, none is guessed: a
+    `PlanningError` says which rate is missing.
     """
     totals = [0] * num_segments
     rates = dict(hardware.flops_per_us)

@@ -1,10 +1,9 @@
 """Which collectives are candidates, by annotation or by the shape of their neighbourhood, and why others are not.
 
     parameter gather     placeholder | get_attr  >  [casts, pads, views, contiguous]*  >  all_gather  >  wait  >  uses
-    gradient reduction   compute  >  [prep]*  >  reduce_scatter | all_reduce  >  wait  >  [views, casts,
-    accumulation]*  >  output
-                                                  (an all_reduce may feed a reduce_scatter of the same gradient, or
-                                                  the reverse)
+    gradient reduction   compute  >  [prep]*  >  reduce_scatter | all_reduce  >  wait
+                         >  [views, casts, accumulation]*  >  output
+                         (an all_reduce may feed a reduce_scatter of the same gradient, or the reverse)
 
 A collective that looks like neither stays fixed. One that does look so but cannot be proved safe stays fixed too,
 and is listed with the rule that held it back.

@@ -4,12 +4,10 @@ simulator.
 In order, until the step equals its lower bound or the budget of simulated steps is spent:
 
 1. Every candidate alone; the exact planners where one lane is all there is; priced partitions at several prices and
-spans;
-   small tensors apart from large ones; byte caps; module blocks.
+   spans; small tensors apart from large ones; byte caps; module blocks.
 2. The best partitions under other placement rules.
 3. Repricing: members of the busy spells that end in a stall are charged for the stream, the others less, and the
-lanes are
-   partitioned again.
+   lanes are partitioned again.
 4. Moves: split, merge or shift buckets, those in such spells first.
 
 Afterwards every baseline that could still be better is tried, whatever was spent: that is what makes `auto` never
