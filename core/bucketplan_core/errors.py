@@ -1,4 +1,4 @@
-"""Every error that core raises, in one tree.
+"""Every error that leaves core, in one tree; `schedule.Unschedulable` stays between placement and planners.
 
     BucketplanError
     ├── DecodeError            a document is not what it should be: `path`, `value`, `reason`

@@ -20,7 +20,7 @@ from bucketplan_core.plan import Decision, StepOp
 from bucketplan_core.planners.auto import FALLBACK
 from bucketplan_core.profile import CostProfile
 from bucketplan_core.request import Request
-from bucketplan_core.simulate import Simulation, run_steps, simulate
+from bucketplan_core.simulate import CollectiveTimes, Simulation, run_steps, simulate
 from bucketplan_core.wire import WireValue
 
 __all__ = ["explain"]
@@ -252,20 +252,26 @@ class _Mergers:
 
 
 def _stalls_behind(cost: CostModel, decision: Decision, found: Simulation) -> dict[int, int]:
-    """For each bucket in a busy spell of its stream that compute has to wait for: the longest stall from it on."""
-    by_stream: dict[int, list[int]] = {}
-    for index in sorted(range(len(decision.buckets)), key=lambda i: (found.buckets[i].started_ns, i)):
-        by_stream.setdefault(cost.lane_streams[decision.buckets[index].lane], []).append(index)
+    """For each bucket in a busy spell of its stream that compute has to wait for: the longest stall from it on.
+
+    Fixed collectives of the stream belong to its spells: a bucket that delays one holds up what waits for it.
+    """
+    by_stream: dict[int, list[tuple[CollectiveTimes, int | None]]] = {}
+    for index, times in enumerate(found.buckets):
+        by_stream.setdefault(cost.lane_streams[decision.buckets[index].lane], []).append((times, index))
+    for number, times in enumerate(found.fixed):
+        if cost.fixed_streams[number] in by_stream:
+            by_stream[cost.fixed_streams[number]].append((times, None))
     stalls: dict[int, int] = {}
-    for indices in by_stream.values():
+    for ran in by_stream.values():
         longest = begins = 0
-        for index in reversed(indices):
-            times = found.buckets[index]
+        # What takes no time starts and ends with its neighbour; it belongs to the same spell on either side of it.
+        for times, bucket_index in sorted(ran, key=lambda one: (one[0].started_ns, one[0].finished_ns), reverse=True):
             if times.finished_ns < begins:
                 longest = 0  # the stream stood idle behind it
             longest, begins = max(longest, times.exposed_ns), times.started_ns
-            if longest:
-                stalls[index] = longest
+            if longest and bucket_index is not None:
+                stalls[bucket_index] = longest
     return stalls
 
 

@@ -77,6 +77,19 @@ def test_what_waits_in_a_busy_stream_is_not_called_hidden():
     assert "ns of launch and packing added" in first["alone"]
 
 
+def test_a_bucket_that_delays_a_fixed_collective_of_its_stream_holds_something_up():
+    # Both results are there long before they are used, but the stream is busy when the fixed collective arrives.
+    gathers = [candidate(AG, 900, 6, 8), candidate(AG, 900, 6, 8)]
+    fixed = [{"kind": "all_to_all", "group": "g", "launch": 2}]
+    request, profile = build(gathers, [300] * 2 + [3_000] * 6, fixed=fixed, fixed_bytes=[200], prefetch=2)
+    alone = decide(request, "none/1", place_scheduled(request, [(0,), (1,)]))
+    found = simulate(CostModel.build(request, profile), alone)
+    assert [times.exposed_ns for times in found.buckets] == [0, 0]
+    assert found.fixed[0].started_ns > found.fixed[0].launched_ns
+    for bucket in explain(request, profile, alone)["buckets"]:
+        assert "holds up nothing" not in bucket["alone"]
+
+
 def _merged_step(request, cost, decision, one, two):
     """The least step of `decision` with these buckets made one by hand, launched at either place, waited for first."""
     least = None
