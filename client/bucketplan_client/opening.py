@@ -40,8 +40,8 @@ from bucketplan_client.jitter import uniform
 from bucketplan_client.membership import GroupLike, is_distributed, this_rank
 from bucketplan_client.opening_arguments import (
     read_groups,
+    read_options,
     refuse_bad_choices,
-    refuse_bad_options,
     refuse_bad_place,
     refuse_bad_seconds,
 )
@@ -57,6 +57,7 @@ from bucketplan_client.opening_protocol import (
     Sleep,
     Source,
     leave_opening,
+    odd_option,
     open_protocol,
 )
 from bucketplan_client.reports import Reporter
@@ -298,7 +299,7 @@ def open_attempt(
         if wrong is not None:
             raise wrong
         refuse_bad_choices(mode=mode, on_unavailable=on_unavailable, cache=cache)
-        refuse_bad_options(options)
+        given = read_options(options)
         refuse_bad_seconds(deadline_s=deadline_s, server_s=server_s, grace_s=grace_s, plan_s=plan_s)
         setup = Setup(
             job=job,
@@ -311,7 +312,7 @@ def open_attempt(
             grace_s=grace_s,
             hello=replace(
                 hello,
-                options=dict(options or {}),
+                options=given,
                 on_unavailable=on_unavailable,
                 disabled=disabled_by_environment() if disabled is None else disabled,
                 groups=members,
@@ -497,10 +498,10 @@ def _verify(outcome: Outcome, setup: Setup) -> None:
         raise DecodeError("epoch.capture", epoch.capture, f"this release describes graphs by version {CAPTURE_VERSION}")
     if epoch.job != setup.job:
         raise DecodeError("epoch.job", epoch.job, f"this rank opens job {setup.job!r}")
-    held = epoch.options.to_wire()
-    for name, value in setup.hello.options.items():
-        if held.get(name) != value:
-            raise DecodeError(f"epoch.options.{name}", held.get(name), f"this rank was configured with {value!r}")
+    odd = odd_option(epoch.options, setup.hello.options)
+    if odd is not None:
+        held, given = epoch.options.to_wire().get(odd), setup.hello.options[odd]
+        raise DecodeError(f"epoch.options.{odd}", held, f"this rank was configured with {given!r}")
     _verify_overrides(outcome.opened)
 
 

@@ -11,9 +11,9 @@ from bucketplan_client.cache import PlanCache
 from bucketplan_client.membership import GroupLike, members_of
 from bucketplan_core.attempt import MAX_RANK
 from bucketplan_core.errors import DecodeError, describe_ranks
-from bucketplan_core.wire import WireValue, pack
+from bucketplan_core.wire import WireValue, pack, unpack
 
-__all__ = ["read_groups", "refuse_bad_choices", "refuse_bad_options", "refuse_bad_place", "refuse_bad_seconds"]
+__all__ = ["read_groups", "read_options", "refuse_bad_choices", "refuse_bad_place", "refuse_bad_seconds"]
 
 _MAX_SECONDS = 365 * 86_400
 _CHOICES = {"mode": ("leader", "every_rank"), "on_unavailable": ("local", "unbucketed", "error")}
@@ -72,17 +72,23 @@ def refuse_bad_choices(*, cache: object, **choices: object) -> None:
         raise BadArgument("cache", cache, "a PlanCache, or None")
 
 
-def refuse_bad_options(options: Mapping[str, WireValue] | None) -> None:
-    """Raise `BadArgument` for options that no wire carries; which options there are, the server knows."""
+def read_options(options: Mapping[str, WireValue] | None) -> dict[str, WireValue]:
+    """The options as other ranks read them, tuples as lists; raises `BadArgument` for what no wire carries.
+
+    Which options there are, the server knows.
+    """
     if options is None:
-        return
+        return {}
     if not isinstance(options, Mapping):
         raise BadArgument("options", options, "a mapping of option names to values")
     try:
-        pack(dict(options), root="options")
+        encoded = pack(dict(options), root="options")
     except DecodeError as error:
         remedy = f"Correct the option, alike on every rank: {error.reason}"
         raise BadArgument(error.path, error.value, "an integer, a text or a truth value", remedy=remedy) from None
+    read = unpack(encoded)
+    assert isinstance(read, dict), "a map is read back as one"
+    return read
 
 
 def refuse_bad_seconds(**seconds: Any) -> None:

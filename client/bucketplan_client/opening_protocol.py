@@ -40,6 +40,7 @@ __all__ = [
     "Setup",
     "Sleep",
     "leave_opening",
+    "odd_option",
     "open_protocol",
 ]
 
@@ -382,6 +383,10 @@ def _without_server(
         return Outcome(kind="unbucketed", nonce=setup.nonce, reason=error.message, remedy=error.remedy)
     if choice == "error":
         return Outcome(kind="abort", nonce=setup.nonce, reason=error.message, remedy=error.remedy)
+    named = profile_names(setup.hello.options.get("hardware"))
+    if named:
+        only = f"{error.message}; the figures of {', '.join(map(repr, named))} (option hardware) are stored there alone"
+        return _abort(setup, only, remedy=f"{error.remedy}. Without the server, give the figures themselves")
     try:
         epoch = Epoch.build(
             job=setup.job,
@@ -398,8 +403,30 @@ def _fits(epoch: Epoch, setup: Setup, request: AttemptRequest) -> bool:
     """Whether an epoch from the cache is of this job as it starts now: its options, its hosts, this capture version."""
     if epoch.job != setup.job or epoch.capture != setup.hello.capture or dict(epoch.topology) != dict(request.topology):
         return False
-    held = epoch.options.to_wire()
-    return all(held.get(name) == value for name, value in setup.hello.options.items())
+    return odd_option(epoch.options, setup.hello.options) is None
+
+
+def odd_option(held: Options, given: Mapping[str, WireValue]) -> str | None:
+    """The first option in `given`, as a user gave it, that `held` does not keep; None where `held` keeps all of them.
+
+    A stored profile that is named as `hardware` stands in `held` as its figures. Neither options nor epochs hold the
+    name, so that the figures of any profile do: which one they are of, only the server could say.
+    """
+    tree = held.to_wire()
+    for name, value in given.items():
+        if name == "hardware" and profile_names(value) and held.hardware is not None:
+            continue
+        if name not in tree or tree[name] != value:
+            return name
+    return None
+
+
+def profile_names(hardware: WireValue) -> tuple[str, ...]:
+    """The stored profiles that the option `hardware` names; empty where it holds figures or is wrong."""
+    names = [hardware] if isinstance(hardware, str) else hardware
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return ()
+    return tuple(str(name) for name in names)
 
 
 def _judge_releases(setup: Setup, encoded: Sequence[bytes]) -> Outcome | None:
