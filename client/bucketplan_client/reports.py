@@ -3,64 +3,131 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
 from urllib.parse import quote
 
-from bucketplan_client.errors import ClientError
+from bucketplan_client.errors import ClientError, ServerRefused
 from bucketplan_client.jitter import uniform
 from bucketplan_client.transport import PlanClient
-from bucketplan_core.attempt import RankReport
+from bucketplan_core.attempt import MAX_REPORT_ENTRIES, RankReport
+from bucketplan_core.errors import DecodeError
+from bucketplan_core.wire import WireValue, pack
 
 __all__ = ["Reporter"]
 
 _LOG = logging.getLogger(__name__)
 
 _MOST_WAITING = 1_000
+_BATCH_BYTES = 2**19
+"""Half of what the server reads as one body of this call (1 MiB)."""
+_TEXT_CHARACTERS = 200
+"""Longest text of a skipped collective: as many of them as a report may hold stay below a batch."""
+_ABOUT_A_REPORT = (400, 409, 413, 422)
+"""What a server says of what one report holds, which others in the same call need not share."""
 _DEADLINE_S = 20.0
 _SPREAD_S = 2.0
 """Ranks compile at the same moment; their reports need not arrive at the same moment."""
 
 
 class Reporter:
-    """Sends reports about one attempt, in batches, from a thread of its own."""
+    """Sends reports about one attempt, in batches, from a thread of its own.
+
+    A report that the server refuses is logged as a warning and costs no other. What a report may not hold all of is
+    shortened and says so.
+    """
 
     def __init__(self, client: PlanClient, *, job: str, attempt: int) -> None:
         self._client = client
         self._path = f"/v1/jobs/{quote(job, safe='')}/attempts/{attempt}/reports"
-        self._closing = threading.Event()
-        self._waiting: queue.Queue[RankReport | None] = queue.Queue(_MOST_WAITING)
+        self._waiting: deque[RankReport] = deque()
+        self._changed = threading.Condition()
+        self._ends: float | None = None
         self._thread = threading.Thread(target=self._run, name="bucketplan-reports", daemon=True)
         self._thread.start()
 
     def send(self, report: RankReport) -> None:
         """Queue `report`; drops it, saying so, when the server is far behind."""
-        try:
-            self._waiting.put_nowait(report)
-        except queue.Full:
-            _LOG.warning("a report was dropped: %d are waiting", _MOST_WAITING)
+        with self._changed:
+            if len(self._waiting) < _MOST_WAITING:
+                self._waiting.append(_shortened(report))
+                self._changed.notify()
+                return
+        _LOG.warning("a report was dropped: %d are waiting", _MOST_WAITING)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Send what is waiting, for at most `timeout_s`."""
-        self._closing.set()
-        try:
-            self._waiting.put_nowait(None)
-        except queue.Full:
-            return
+        with self._changed:
+            self._ends = time.monotonic() + timeout_s
+            self._changed.notify()
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        while (report := self._waiting.get()) is not None:
-            self._closing.wait(uniform(0.0, _SPREAD_S))
-            batch = [report]
-            last = False
-            while not self._waiting.empty() and not last:
-                more = self._waiting.get_nowait()
-                last = more is None
-                batch += [] if more is None else [more]
-            try:
-                self._client.post(self._path, {"reports": [each.to_wire() for each in batch]}, deadline_s=_DEADLINE_S)
-            except ClientError as error:
-                _LOG.info("%d reports were not delivered: %s", len(batch), error.message)
-            if last:
-                return
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._ends is not None)
+                if not self._waiting:
+                    return
+                self._changed.wait_for(lambda: self._ends is not None, uniform(0.0, _SPREAD_S))
+                taken = list(self._waiting)
+                self._waiting.clear()
+            for batch in _batches(taken):
+                self._deliver(batch)
+
+    def _deliver(self, batch: Sequence[WireValue]) -> None:
+        """Send these reports in one call, and where one of them may be refused, each in its own."""
+        try:
+            self._post(batch)
+        except ServerRefused as refused:
+            if len(batch) > 1 and refused.problem.status in _ABOUT_A_REPORT:
+                for report in batch:
+                    self._deliver([report])
+            elif refused.problem.status < 500:
+                reports = "a report was" if len(batch) == 1 else f"{len(batch)} reports were"
+                _LOG.warning("%s refused: %s", reports, refused)
+            else:
+                _LOG.info("%d reports were not delivered: %s", len(batch), refused.message)
+        except ClientError as error:
+            _LOG.info("%d reports were not delivered: %s", len(batch), error.message)
+
+    def _post(self, batch: Sequence[WireValue]) -> None:
+        left_s = _DEADLINE_S if self._ends is None else min(_DEADLINE_S, self._ends - time.monotonic())
+        self._client.post(self._path, {"reports": batch}, deadline_s=max(0.0, left_s))
+
+
+def _shortened(report: RankReport) -> RankReport:
+    """`report` with no more entries and no longer texts than a report may hold."""
+    skipped = [_cut(text) for text in report.skipped[:MAX_REPORT_ENTRIES]]
+    if len(report.skipped) > MAX_REPORT_ENTRIES:
+        skipped[-1] = f"and {len(report.skipped) - MAX_REPORT_ENTRIES + 1:,} more"
+    return replace(
+        report, skipped=tuple(skipped), statistics=dict(islice(sorted(report.statistics.items()), MAX_REPORT_ENTRIES))
+    )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _TEXT_CHARACTERS else f"{text[: _TEXT_CHARACTERS - 3]}..."
+
+
+def _batches(reports: Sequence[RankReport]) -> Iterator[list[WireValue]]:
+    """The reports in their order, as many at a time as fit into `_BATCH_BYTES`; one that is larger comes alone."""
+    batch: list[WireValue] = []
+    num_bytes = 0
+    for report in reports:
+        tree = report.to_wire()
+        try:
+            size = len(pack(tree))
+        except DecodeError as error:
+            _LOG.warning("a report was dropped: %s", error)
+            continue
+        if batch and num_bytes + size > _BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(tree)
+        num_bytes += size
+    if batch:
+        yield batch

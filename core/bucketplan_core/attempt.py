@@ -10,7 +10,7 @@ from bucketplan_core.errors import DecodeError
 from bucketplan_core.fields import Fields
 from bucketplan_core.wire import WireValue
 
-__all__ = ["OPEN_SLOT", "AttemptRequest", "Participants", "RankReport"]
+__all__ = ["MAX_RANK", "MAX_REPORT_ENTRIES", "OPEN_SLOT", "AttemptRequest", "Participants", "RankReport"]
 
 Participants = Mapping[str, tuple[tuple[int, ...], ...]]
 """The rank lists of each group role's groups, each in group order."""
@@ -21,7 +21,8 @@ MAX_RANK = 2**31 - 1
 _MAX_RANKS = 1_000_000
 _MAX_ROLES = 1_000
 _MAX_NAME_CHARACTERS = 200
-_MAX_STATISTICS = 1_000
+MAX_REPORT_ENTRIES = 1_000
+"""Most statistics of one report, and most collectives that it names as skipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +122,8 @@ class RankReport:
             members={
                 role: _ranks(members.raw(role), f"{members.path}.{role}") for role in members.keys(limit=_MAX_ROLES)
             },
-            statistics={name: statistics.integer(name) for name in statistics.keys(limit=_MAX_STATISTICS)},
-            skipped=tuple(fields.column_str("skipped", fields.column_length("skipped", limit=_MAX_STATISTICS))),
+            statistics={name: statistics.integer(name) for name in statistics.keys(limit=MAX_REPORT_ENTRIES)},
+            skipped=tuple(fields.column_str("skipped", fields.column_length("skipped", limit=MAX_REPORT_ENTRIES))),
             graph_hash=fields.optional_text("graph_hash"),
         )
         fields.finish()
