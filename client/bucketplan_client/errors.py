@@ -256,7 +256,7 @@ class BadAddress(ServerError):
         super().__init__(
             f"{address!r} is no address of a planning server: {reason}",
             where=where,
-            remedy="Set BUCKETPLAN_SERVER to a URL such as http://plans.example:8400",
+            remedy="Set BUCKETPLAN_SERVER to a URL such as http://plans.example:8321",
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 from bucketplan_client.cli.doctor import _versions
 from bucketplan_client.cli.main import app
 from bucketplan_client.transport import PlanClient
-from bucketplan_core.attempt import AttemptRequest, RankReport
+from bucketplan_core.attempt import OPEN_SLOT, AttemptRequest, RankReport
 from bucketplan_core.collectives import Options
 from bucketplan_core.presets import GroupShape, MeasuredProfile, resolve_preset
 from bucketplan_core.wire import from_json
@@ -27,7 +28,7 @@ A, B = small_request(), small_request(num_params=6)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with running_server(tmp_path_factory.mktemp("cli-server")) as running:
+    with running_server(tmp_path_factory.mktemp("cli-server"), stall_seconds=3600) as running:
         with PlanClient(running.url) as client:
             for request in (A, B):
                 client.plan(request)
@@ -110,6 +111,26 @@ class TestReading:
         assert "rank 1 holds" in text
         assert "path" in text
 
+    def test_opening_whose_ranks_differ_has_the_status_of_a_divergence(self, server):
+        opening = AttemptRequest(key="apart", participants={"fsdp": ((0, 1),)}, options={})
+        with PlanClient(server.url) as client:
+            client.post("/v1/jobs/apart/attempts", opening.to_wire())
+            for rank, status in ((0, 0), (1, 1)):
+                report = RankReport(rank=rank, slot=OPEN_SLOT, uuid=f"{rank:064x}", members={"fsdp": (0, 1)})
+                client.post("/v1/jobs/apart/attempts/1/reports", {"reports": [report.to_wire()]})
+                text = " ".join(call(server, "job", "apart", "1", status=status).split())
+        assert "diverged" in text
+        assert "rank 1 holds uuid" in text
+        assert call_json(server, "job", "apart", "1", status=1)["opening"]["state"] == "diverged"
+
+    def test_opening_that_is_stalled_is_no_success(self, tmp_path):
+        opening = AttemptRequest(key="late", participants={"fsdp": ((0, 1),)}, options={})
+        with running_server(tmp_path, stall_seconds=0.001) as server, PlanClient(server.url) as client:
+            client.post("/v1/jobs/late/attempts", opening.to_wire())
+            text = " ".join(call(server, "job", "late", "1", status=1).split())
+        assert "stalled yes" in text
+        assert "ranks 0-1 did not open" in text
+
     def test_events_and_their_verification(self, server):
         text = call(server, "events")
         assert "plan.created" in text
@@ -132,6 +153,16 @@ class TestChanging:
         )
         back = call(server, "activate", A.signature, "--revision", "1", "--reason", "roll back")
         assert "before" in back
+
+    def test_command_that_serves_what_was_replanned_can_be_pasted(self, server):
+        text = call(server, "replan", B.signature[:12], "--reason", "it's faster", "--set", "bucket_cap_bytes=400")
+        (line,) = (line for line in text.splitlines() if line.startswith("to serve it"))
+        program, *arguments = shlex.split(line.removeprefix("to serve it"))
+        assert program == "bucketplan"
+        result = CliRunner().invoke(app, [*arguments, "--json"])
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.output)["revision"] == int(arguments[arguments.index("--revision") + 1])
+        assert call_json(server, "events", "--limit", "1000")["events"][-1]["reason"] == "it's faster"
 
     def test_option_that_is_no_pair_is_wrong_usage(self, server):
         call(server, "replan", A.signature, "--reason", "x", "--set", "strategy", status=2)

@@ -51,7 +51,7 @@ ANSWERS: dict[str, Any] = {
         "epoch_id": "e",
         "groups": [{"role": "fsdp", "members": [0], "state": "agreed", "slots": [{"state": "agreed"}]}],
         "job": "j",
-        "opening": {"planner": "auto/1"},
+        "opening": {"state": "agreed", "stalled": False},
     },
     "/v1/events": {"events": [{"actor": "me", "at_ns": 1, "kind": "k", "reason": "r", "seq": 1}]},
     "/v1/events/verify": {"findings": [], "head": "h", "holds": True, "num_events": 1},

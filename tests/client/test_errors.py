@@ -19,6 +19,7 @@ from bucketplan_client.errors import ClientError, Problem, Where
 from bucketplan_client.inductor_options import CompileConflict
 from bucketplan_client.rewrite.errors import RewriteError, StalePlan
 from bucketplan_client.torchtitan import PipelineConflict
+from bucketplan_server.settings import Settings
 
 HERE = Where(rank=3, job="llama", signature="ab" * 32, server="http://plans:8000")
 PROBLEM = Problem(type="urn:bucketplan:problem:cannot-plan", title="t", status=422, detail="no plan", extra={"a": 1})
@@ -93,3 +94,8 @@ def test_it_crosses_a_process_border_with_its_fields(sample):
 def test_what_is_known_already_stays():
     error = errors.StoreFailed("get", "lost", where=Where(rank=1)).located(HERE)
     assert error.where == Where(rank=1, job="llama", signature="ab" * 32, server="http://plans:8000")
+
+
+def test_address_that_is_suggested_has_the_port_on_which_a_server_listens():
+    error = errors.BadAddress("plans", "no scheme")
+    assert f":{Settings.model_fields['port'].default}" in error.remedy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +48,7 @@ from bucketplan_client.cli.shapes import (
     Shape,
     checked,
 )
+from bucketplan_client.environment import split_secrets
 from bucketplan_client.errors import FOREIGN_REMEDY, CorruptAnswer, DeadlineExceeded
 from bucketplan_client.transport import JSON, PlanClient
 from bucketplan_core.plan import Decision
@@ -340,7 +342,7 @@ def job(
     attempt: Annotated[int | None, typer.Argument(help="Number of the attempt; lists all where left out.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the attempts of a job, or the state of one; exit status 1 where its ranks diverged."""
+    """Show the attempts of a job, or the state of one; exit status 1 where ranks diverged or its opening stalled."""
     from urllib.parse import quote
 
     path = f"/v1/jobs/{quote(name, safe='')}/attempts"
@@ -374,7 +376,9 @@ def job(
             ),
             empty="no compilation was reported",
         )
-    if any(row.get("state") == "diverged" for row in state["groups"]):
+    opening = state["opening"]
+    diverged = any(part["state"] == "diverged" for part in (opening, *state["groups"]))
+    if diverged or opening["stalled"]:
         raise typer.Exit(EXIT_NEGATIVE)
 
 
@@ -401,9 +405,20 @@ def replan(
     if as_json:
         print_json(made)
     else:
-        facts(
-            {"stored as revision": made["revision"], "to serve it": f"bucketplan activate {signature} --revision ..."}
-        )
+        facts({"stored as revision": made["revision"], "to serve it": _activation(context, made, reason)})
+
+
+def _activation(context: typer.Context, made: dict[str, Any], reason: str) -> str:
+    """The command that serves the revision `made`, for a shell; without the token, which belongs on no screen."""
+    root = context.find_root()
+    told = root.get_parameter_source("server")
+    by_hand = (
+        ["--server", split_secrets(root.obj.address)[0]] if told is not None and told.name == "COMMANDLINE" else []
+    )
+    revision = str(made["revision"])
+    return shlex.join(
+        ["bucketplan", *by_hand, "activate", made["signature"], "--revision", revision, "--reason", reason]
+    )
 
 
 def _options(given: list[str]) -> dict[str, Any]:

@@ -55,8 +55,8 @@ EXIT_REFUSED = 4
 EXIT_CORRUPT = 5
 
 EXIT_CODES = """Exit status: 0 done; 1 the answer is no (plans differ, verification failed, doctor found something, an
-attempt diverged); 2 wrong usage; 3 the server could not be reached in time; 4 it refused; 5 its answer failed
-verification. With --json every error is {"error": {"type", "exit_status", "message", ...}} on stdout,
+attempt diverged or its opening stalled); 2 wrong usage; 3 the server could not be reached in time; 4 it refused; 5 its
+answer failed verification. With --json every error is {"error": {"type", "exit_status", "message", ...}} on stdout,
 wrong usage too."""
 
 _MOST_DIGITS = 100

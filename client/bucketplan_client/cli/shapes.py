@@ -64,7 +64,7 @@ ATTEMPT: Final[Shape] = {
     "job": str,
     "attempt": int,
     "epoch_id": str,
-    "opening": dict,
+    "opening": {"state": str, "stalled": bool},
     "groups": [{"state": str, "slots": ([dict], None)}],
 }
 REPLANNED: Final[Shape] = {"revision": int, "signature": str}
