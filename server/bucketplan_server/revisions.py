@@ -9,8 +9,9 @@ import structlog
 from bucketplan_core.collectives import Options
 from bucketplan_core.epoch import complete_options
 from bucketplan_core.errors import BucketplanError
+from bucketplan_core.fields import Fields
 from bucketplan_core.request import Request
-from bucketplan_core.wire import WireValue, pack
+from bucketplan_core.wire import WireValue, pack, unpack
 from bucketplan_server.memory import Served
 from bucketplan_server.planner.planned import RevisionJob, Stored
 from bucketplan_server.planner.pool import PlannerPool
@@ -93,11 +94,7 @@ class RevisionService:
             return entry.active
         if 1 <= revision <= await self.last(signature):
             return await self._plans.numbered(signature, revision)
-        raise Problem(
-            "unknown-revision",
-            f"{signature} has no revision {revision}",
-            fields={"path": "revision", "value": revision},
-        )
+        raise _unknown_revision(signature, revision)
 
     async def stored(self, signature: str, revision: int | None) -> Stored:
         """One revision with the documents of its signature, for whoever computes with them."""
@@ -111,11 +108,27 @@ class RevisionService:
     async def replan(self, signature: str, options: dict[str, WireValue], *, parent: int, cause: Cause) -> int:
         """Add the plan under other options (the request's own where they are left open); answers its number."""
         documents = await self.documents(signature)
-        effective = await self._effective(documents, options)
+        original = (await asyncio.to_thread(Request.decode, documents.request)).options
+        effective = _completed(options, original)
         return await self._add(documents, "replan", effective, parent=parent, cause=cause)
 
+    async def options(self, signature: str, revision: int) -> Options:
+        """The options that made a revision; those of the request for one by hand."""
+        if not 1 <= revision <= await self.last(signature):
+            raise _unknown_revision(signature, revision)
+        (row,) = await self.revisions(signature, after=revision - 1, limit=1)
+        return Options.read(Fields(unpack(row.options), "options"))
+
     async def replan_and_serve(
-        self, signature: str, options: dict[str, WireValue], *, digest: str, job: str, expected: int, cause: Cause
+        self,
+        signature: str,
+        options: dict[str, WireValue],
+        *,
+        base: int,
+        digest: str,
+        job: str,
+        expected: int,
+        cause: Cause,
     ) -> int:
         """Add and serve the plan that `preview` showed as `digest`, in one transaction; answers its number.
 
@@ -123,12 +136,12 @@ class RevisionService:
         revision than `expected`.
         """
         documents = await self.documents(signature)
-        effective = await self._effective(documents, options)
+        effective = _completed(options, await self.options(signature, base))
         number = await self._add(
             documents,
             "replan",
             effective,
-            parent=expected or await self._served_to_everyone(signature),
+            parent=base,
             cause=cause,
             digest=digest,
             job=job,
@@ -137,13 +150,13 @@ class RevisionService:
         self._plans.forget(signature)
         return number
 
-    async def _served_to_everyone(self, signature: str) -> int:
-        return (await self.serving(signature)).get("", 1)
+    async def preview(self, signature: str, options: dict[str, WireValue], *, base: int) -> tuple[Options, Stored, str]:
+        """The plan under the options of revision `base` with `options` over them, and its decision digest.
 
-    async def preview(self, signature: str, options: dict[str, WireValue]) -> tuple[Options, Stored, str]:
-        """What `replan` would store under these options, and its decision digest; nothing is stored."""
+        Nothing is stored.
+        """
         documents = await self.documents(signature)
-        effective = await self._effective(documents, options)
+        effective = _completed(options, await self.options(signature, base))
         revised = await self._pool.revise(
             RevisionJob(
                 signature=signature,
@@ -214,13 +227,6 @@ class RevisionService:
                 self._log.warning("store.failed", detail=str(error))
             await asyncio.sleep(self._settings.refresh_seconds)
 
-    async def _effective(self, documents: SignatureRow, options: dict[str, WireValue]) -> Options:
-        original = (await asyncio.to_thread(Request.decode, documents.request)).options
-        try:
-            return complete_options(options, original, path="body.options")
-        except BucketplanError as error:
-            raise refuse(error).problem() from None
-
     async def _add(
         self,
         documents: SignatureRow,
@@ -280,3 +286,15 @@ class RevisionService:
             reason=cause.reason,
         )
         return number
+
+
+def _completed(options: dict[str, WireValue], base: Options) -> Options:
+    try:
+        return complete_options(options, base, path="body.options")
+    except BucketplanError as error:
+        raise refuse(error).problem() from None
+
+
+def _unknown_revision(signature: str, revision: int) -> Problem:
+    fields: dict[str, WireValue] = {"path": "revision", "value": revision}
+    return Problem("unknown-revision", f"{signature} has no revision {revision}", fields=fields)

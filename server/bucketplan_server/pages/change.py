@@ -12,18 +12,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bucketplan_core.plan import Plan
-from bucketplan_core.wire import WireValue, unpack
+from bucketplan_core.wire import unpack
 from bucketplan_server.access import Caller, Principal, needs
 from bucketplan_server.http.parameters import Signature
 from bucketplan_server.http.state import AppState, State, cause_of
-from bucketplan_server.pages.plan import CHOICES, plan_page, revision_of
+from bucketplan_server.pages.options import FORM_FIELDS, changed_options, typed_options
+from bucketplan_server.pages.plan import plan_page, revision_of, shown_revision
 from bucketplan_server.pages.render import page
 from bucketplan_server.pages.routing import (
     MAX_REASON_CHARACTERS,
     PageRoute,
     Refusal,
     number_field,
-    one_of,
     read_form,
     see_other,
     text_field,
@@ -42,7 +42,6 @@ router = APIRouter(route_class=PageRoute, include_in_schema=False)
 _WHY = "say why; it goes into the audit log"
 _CHANGES = 100
 _RECENT = 20
-_NUMBERS = ("bucket_cap_bytes", "first_bucket_cap_bytes", "memory_budget_bytes", "prefetch")
 
 
 @router.get("/diff", dependencies=[needs("auditor")])
@@ -90,23 +89,27 @@ async def replan(request: Request, state: State, caller: Caller, signature: Sign
 async def _replan(
     request: Request, state: AppState, caller: Principal, signature: str, form: Mapping[str, str]
 ) -> Response:
-    options = _options(form)
+    options = typed_options(form)
+    base = await shown_revision(request, state, signature)
     asked = _asked(form, caller)
     if form.get("confirm") != "yes":
-        effective, stored, digest = await state.revisions.preview(signature, options)
+        effective, stored, digest = await state.revisions.preview(signature, options, base=base)
+        before = await state.revisions.options(signature, base)
         current = await _current(state, caller, signature, asked.job)
         return page(
             request,
             "confirm.html",
             action="replan",
+            base=base,
             current=current,
             digest=digest,
-            effective=effective.to_wire(),
-            form={name: value for name, value in form.items() if name in (*CHOICES, *_NUMBERS)},
+            form={name: value for name, value in form.items() if name in FORM_FIELDS},
             found=await _compared(state, await state.revisions.stored(signature, current.revision), stored),
             job=asked.job,
             most=_CHANGES,
+            options=changed_options(before.to_wire(), effective.to_wire()),
             reason=asked.reason,
+            shown=base,
             signature=signature,
             target=None,
         )
@@ -114,7 +117,7 @@ async def _replan(
     cause = cause_of(request, asked.reason)
     try:
         await state.revisions.replan_and_serve(
-            signature, options, digest=digest, job=asked.stored_job, expected=expected, cause=cause
+            signature, options, base=base, digest=digest, job=asked.stored_job, expected=expected, cause=cause
         )
     except Problem as problem:
         if await _was_done(state, signature, problem, cause, digest=digest, job=asked.stored_job, expected=expected):
@@ -144,19 +147,22 @@ async def _activate(
     wanted = await state.revisions.served(signature, target)
     if form.get("confirm") != "yes":
         current = await _current(state, caller, signature, asked.job)
+        before, after = [await state.revisions.options(signature, number) for number in (current.revision, target)]
         sides = [await state.revisions.stored(signature, number) for number in (current.revision, target)]
         return page(
             request,
             "confirm.html",
             action="activate",
+            base=current.revision,
             current=current,
             digest=wanted.row.digest,
-            effective=None,
             form={"revision": str(target)},
             found=await _compared(state, *sides),
             job=asked.job,
             most=_CHANGES,
+            options=changed_options(before.to_wire(), after.to_wire()),
             reason=asked.reason,
+            shown=await shown_revision(request, state, signature),
             signature=signature,
             target=target,
         )
@@ -265,16 +271,3 @@ async def _compared(state: AppState, a: Stored, b: Stored) -> dict[str, Any]:
         counts[change["kind"]] = counts.get(change["kind"], 0) + 1
     tree["counts"] = counts
     return tree
-
-
-def _options(form: Mapping[str, str]) -> dict[str, WireValue]:
-    options: dict[str, WireValue] = {}
-    for name, allowed in CHOICES.items():
-        value = one_of(text_field(form, name), name, allowed, slug="invalid-body")
-        if value:
-            options[name] = value
-    for name in _NUMBERS:
-        number = number_field(form, name)
-        if number is not None:
-            options[name] = number
-    return options

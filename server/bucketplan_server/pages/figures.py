@@ -64,7 +64,6 @@ class BucketRow:
 class PlanView:
     """A page of one plan. `before` is the same request under `none` as traced; both are drawn on one scale."""
 
-    options: Mapping[str, WireValue]
     phase: str
     groups: tuple[Mapping[str, WireValue], ...]
     num_segments: int
@@ -129,7 +128,6 @@ def view_plan(stored: Stored, query: PlanQuery) -> PlanView:
     tree = None if found is None else _explained(request, profile, plan, shown)
     reasons = Counter(fixed.skipped or "not a collective that may be fused" for fixed in request.fixed)
     return PlanView(
-        options=request.options.to_wire(),
         phase=request.phase,
         groups=tuple(group.to_wire() for group in request.groups),
         num_segments=request.num_segments,

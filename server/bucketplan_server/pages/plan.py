@@ -10,7 +10,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from bucketplan_core.collectives import PLACEMENTS, STRATEGIES
 from bucketplan_core.plan import Plan
 from bucketplan_core.wire import unpack
 from bucketplan_server.access import Caller, Principal, needs
@@ -19,12 +18,14 @@ from bucketplan_server.http.parameters import Signature
 from bucketplan_server.http.state import AppState, State
 from bucketplan_server.pages.draw import chart_of_memory, chart_of_sizes, drawing_of
 from bucketplan_server.pages.figures import ORDERS, PlanQuery, view_bucket, view_plan
+from bucketplan_server.pages.options import CHOICES, readable_options
 from bucketplan_server.pages.render import page
 from bucketplan_server.pages.routing import PageRoute, Refusal, numbered_page, whole_number
 from bucketplan_server.problems import Problem
+from bucketplan_server.store.plans import PLANNER_REVISION
 from bucketplan_server.store.revisions import RevisionRow
 
-__all__ = ["CHOICES", "plan_page", "revision_of", "router"]
+__all__ = ["plan_page", "revision_of", "router", "shown_revision"]
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False, dependencies=[needs("auditor")])
 _BUCKETS = 50
@@ -32,12 +33,15 @@ _MEMBERS = 100
 _REVISIONS = 50
 _JOBS = 20
 _BASELINES = ("none", "size", "module")
-CHOICES = {"strategy": STRATEGIES, "placement": PLACEMENTS}
-"""Options of a replan that are chosen from a list, and what may be chosen."""
 
 
 def revision_of(request: Request, name: str = "revision") -> int | None:
     return whole_number(request.query_params.get(name, ""), name, low=1, high=2**31 - 1)
+
+
+async def shown_revision(request: Request, state: AppState, signature: str) -> int:
+    """The revision that the address names, else the one that is served to everyone."""
+    return revision_of(request) or (await state.revisions.serving(signature)).get("", PLANNER_REVISION)
 
 
 def _entry(state: AppState, caller: Principal, row: RevisionRow) -> dict[str, Any]:
@@ -48,9 +52,15 @@ def _entry(state: AppState, caller: Principal, row: RevisionRow) -> dict[str, An
         "active_for": jobs[:_JOBS],
         "num_more_jobs": len(jobs[_JOBS:]),
         "is_active": "" in row.active_for,
-        "options": unpack(row.options),
+        "options": _options(row),
         "row": replace(row, actor=actor, reason=reason),
     }
+
+
+def _options(row: RevisionRow) -> dict[str, str]:
+    options = unpack(row.options)
+    assert isinstance(options, dict)
+    return readable_options(options)
 
 
 @router.get("/plans/{signature}")
@@ -79,7 +89,7 @@ async def plan_page(
     last = await state.revisions.last(signature)
     numbers, at, num_pages = numbered_page(request, range(last, 0, -1), _REVISIONS, name="revisions")
     listed = await state.revisions.revisions(signature, after=numbers[-1] - 1, limit=len(numbers)) if numbers else []
-    shown = wanted or (await state.revisions.serving(signature)).get("", 1)
+    shown = await shown_revision(request, state, signature)
     (revision,) = await state.revisions.revisions(signature, after=shown - 1, limit=1)
     return page(
         request,
@@ -94,6 +104,7 @@ async def plan_page(
         memory=chart_of_memory(view),
         notice=request.query_params.get("done", ""),
         number=number,
+        options=unpack(revision.options),
         num_pages=max(1, -(-view.num_found // _BUCKETS)),
         num_revision_pages=num_pages,
         orders=ORDERS,

@@ -20,7 +20,7 @@ from bucketplan_core.wire import WireValue, to_json
 from bucketplan_server import __version__
 from bucketplan_server.access.dependency import principal_of
 
-__all__ = ["PAGE_HEADERS", "SHORT_HEX", "page", "static_answer"]
+__all__ = ["PAGE_HEADERS", "SHORT_HEX", "page", "readable_bytes", "static_answer"]
 
 SHORT_HEX = 12
 """Digits of a digest that people read; the whole one is in the address and in the title."""
@@ -82,7 +82,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters.update(
-        bytes=_bytes,
+        bytes=readable_bytes,
         duration=_duration,
         when=_when,
         iso=_iso,
@@ -98,7 +98,7 @@ def _environment() -> Environment:
     return environment
 
 
-def _bytes(number: int) -> str:
+def readable_bytes(number: int) -> str:
     """Binary units with three digits: 1.50 MiB."""
     value, unit = float(number), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
@@ -123,7 +123,7 @@ def _figures(text: str) -> str:
     """A sentence of core, its whole nanoseconds and bytes in the units that people read."""
 
     def shown(found: re.Match[str]) -> str:
-        unit = _duration if found[3] == "ns" else _bytes
+        unit = _duration if found[3] == "ns" else readable_bytes
         return (f"{unit(int(found[1]))} of " if found[1] else "") + unit(int(found[2]))
 
     return _FIGURE.sub(shown, text)

@@ -21,6 +21,7 @@ from bucketplan_server.store.events import Cause, append_event
 from bucketplan_server.store.tables import active, profiles, quarantine, revisions, signatures
 
 __all__ = [
+    "PLANNER_REVISION",
     "Damaged",
     "PlanRow",
     "insert_or_ignore",
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 PLANNER_REVISION = 1
+"""Number of the planner's own plan of a signature."""
 _KEYS_PER_QUERY = 200
 
 

@@ -194,9 +194,8 @@ def test_a_form_that_is_refused_comes_back_as_it_was_filled_in(client, action, f
     assert "parameter of the address" not in text
     for name in ("reason", "bucket_cap_bytes", "job"):
         if typed.get(name, "").strip():
-            shown = re.search(
-                rf'action="/plans/{signature}/{action}".*?name="{name}"[^>]* value="([^"]*)"', text, re.DOTALL
-            )
+            form_at = f'action="/plans/{signature}/{action}\\?revision=1"'
+            shown = re.search(rf'{form_at}.*?name="{name}"[^>]* value="([^"]*)"', text, re.DOTALL)
             assert html.unescape(shown[1]) == typed[name]
 
 

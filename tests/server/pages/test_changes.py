@@ -1,0 +1,159 @@
+"""Changing what is served from the pages: which options a replan starts from, and what its preview says of them."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, Page
+
+from tests.support.browser import follow, watched_tab
+from tests.support.documents import MSGPACK, SIZE, plan_body, profile_of, small_request
+from tests.support.server import RunningServer, running_server
+
+pytestmark = pytest.mark.browser
+_numbers = itertools.count()
+BUDGET = replace(SIZE, memory_budget_bytes=10**9, prefetch=3)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(tmp_path_factory.mktemp("changes")) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def tab(chromium: Browser, server: RunningServer) -> Iterator[Page]:
+    with watched_tab(chromium, server.url, refusals=frozenset([400])) as page:
+        yield page
+
+
+def new_plan(client: httpx.Client, **options: Any) -> str:
+    request = small_request(next(_numbers), options=replace(BUDGET, **options))
+    answer = client.post("/v1/plans", content=plan_body(request, profile_of(request)), headers=MSGPACK)
+    assert answer.status_code == 201, answer.text
+    return request.signature
+
+
+def add(client: httpx.Client, signature: str, **options: Any) -> None:
+    body = {"options": options, "reason": "test"}
+    assert client.post(f"/v1/plans/{signature}/revisions", json=body).status_code == 201
+
+
+def activate(client: httpx.Client, signature: str, revision: int | None, **more: Any) -> None:
+    body = {"reason": "test", "revision": revision, **more}
+    answer = client.post(f"/v1/plans/{signature}/activate", json=body)
+    assert answer.status_code == 200, answer.text
+
+
+def revisions(client: httpx.Client, signature: str) -> list[dict[str, Any]]:
+    listed: list[dict[str, Any]] = client.get(f"/v1/plans/{signature}/revisions").json()["revisions"]
+    return listed
+
+
+def preview_replan(tab: Page, **fields: str) -> None:
+    for name, value in {"replan-reason": "test", **fields}.items():
+        field = tab.locator(f"#{name}")
+        if field.evaluate("field => field.tagName") == "SELECT":
+            field.select_option(value)
+        else:
+            field.fill(value)
+    follow(tab.get_by_role("button", name="Preview the new plan"))
+
+
+def confirm(tab: Page) -> None:
+    follow(tab.get_by_role("button", name="Confirm and activate"))
+
+
+def previewed(tab: Page) -> dict[str, tuple[str, str]]:
+    """The options of a preview: name to (before, after), of those that differ."""
+    rows = [row.split("\t") for row in tab.locator("#options tbody tr").all_inner_texts()]
+    assert len(rows) == 9
+    return {name: (before, after) for name, before, after in rows if "unchanged" not in after}
+
+
+def test_an_emptied_memory_budget_is_none(tab, client):
+    signature = new_plan(client)
+    tab.goto(f"/plans/{signature}")
+    assert tab.locator("#memory_budget_bytes").input_value() == "1000000000"
+    preview_replan(tab, memory_budget_bytes="")
+    assert previewed(tab) == {"memory_budget_bytes": ("1000000000 (954 MiB)", "the planner's own")}
+    confirm(tab)
+    assert revisions(client, signature)[1]["options"] == BUDGET.to_wire() | {"memory_budget_bytes": None}
+    assert tab.locator("#memory_budget_bytes").input_value() == ""
+
+
+@pytest.mark.parametrize("name", ["bucket_cap_bytes", "first_bucket_cap_bytes", "prefetch"])
+def test_what_no_plan_can_do_without_cannot_be_emptied(tab, client, name):
+    signature = new_plan(client)
+    tab.goto(f"/plans/{signature}")
+    assert tab.locator(f"#{name}").evaluate("field => field.required")
+    tab.locator(f"#{name}").evaluate("field => field.removeAttribute('required')")
+    preview_replan(tab, **{name: ""})
+    assert f"{name}: empty" in tab.get_by_role("alert").inner_text()
+    assert tab.locator(f"#{name}").get_attribute("aria-invalid") == "true"
+    assert tab.locator("#memory_budget_bytes").input_value() == "1000000000"
+
+
+def test_a_replan_starts_from_the_options_of_the_revision_that_is_shown(tab, client):
+    signature = new_plan(client)
+    add(client, signature, bucket_cap_bytes=70_000, mixed_dtype=True, strategy="none")
+    add(client, signature, prefetch=7)
+    tab.goto(f"/plans/{signature}?revision=2")
+    shown = [tab.locator(f"#{name}").input_value() for name in ("strategy", "bucket_cap_bytes", "prefetch")]
+    assert shown == ["none", "70000", "3"]
+    preview_replan(tab, prefetch="5")
+    assert previewed(tab) == {"prefetch": ("3", "5")}
+    assert "Before, revision 2" in tab.locator("#options").inner_text()
+    confirm(tab)
+    made = revisions(client, signature)[3]
+    expected = {"bucket_cap_bytes": 70_000, "mixed_dtype": True, "prefetch": 5, "strategy": "none"}
+    assert {name: made["options"][name] for name in expected} == expected
+    assert (made["parent"], made["planner"]) == (2, "none/1")
+
+
+def test_a_form_that_is_refused_comes_back_beside_the_revision_that_it_was_filled_from(tab, client):
+    signature = new_plan(client)
+    add(client, signature, prefetch=7)
+    tab.goto(f"/plans/{signature}?revision=2")
+    tab.locator("#prefetch").evaluate("field => field.removeAttribute('pattern')")
+    preview_replan(tab, prefetch="all")
+    assert "revision 2" in tab.title()
+    assert tab.locator("#prefetch").input_value() == "all"
+    preview_replan(tab, prefetch="8")
+    assert previewed(tab) == {"prefetch": ("7", "8")}
+    follow(tab.get_by_role("link", name="Cancel"))
+    assert "revision 2" in tab.title()
+
+
+def test_the_preview_of_an_activation_shows_what_changes_in_the_options(tab, client):
+    signature = new_plan(client)
+    add(client, signature, prefetch=7)
+    tab.goto(f"/plans/{signature}")
+    tab.locator("#revision").select_option("2")
+    tab.locator("#activate-reason").fill("test")
+    follow(tab.get_by_role("button", name="Preview the activation"))
+    assert previewed(tab) == {"prefetch": ("3", "7")}
+
+
+def test_options_of_every_revision_are_on_the_page(tab, client):
+    signature = new_plan(client)
+    add(client, signature, prefetch=7, strategy="none")
+    tab.goto(f"/plans/{signature}?revision=2")
+    tab.get_by_text("Options of this revision").click()
+    shown = tab.locator("#options").inner_text()
+    for text in ("strategy none", "prefetch 7", "bucket_cap_bytes 65536 (64 KiB)", "hardware unknown"):
+        assert text in shown
+    rows = tab.locator("#revisions ~ .scroll tbody tr").all()
+    for row in rows:
+        row.locator("summary").first.click()
+    assert ["prefetch 7" in row.inner_text() for row in rows] == [True, False]
+    assert ["prefetch 3" in row.inner_text() for row in rows] == [False, True]
