@@ -23,6 +23,7 @@ from bucketplan_server.store.events import Cause
 from bucketplan_server.store.jobs import Conflict
 from bucketplan_server.store.revisions import (
     Activation,
+    OwnRevisions,
     RevisionRow,
     SignatureRow,
     activate,
@@ -31,6 +32,7 @@ from bucketplan_server.store.revisions import (
     last_event,
     last_revision,
     load_active,
+    load_own,
     load_revisions,
     load_signature,
 )
@@ -82,6 +84,13 @@ class RevisionService:
         """The active revision for everyone, by "", and for `job` where it has one of its own."""
         try:
             return await load_active(self._store, signature, job)
+        except StoreError as error:
+            raise self._plans.store_unavailable(error) from None
+
+    async def own(self, signature: str, *, namespace: str | None, limit: int) -> OwnRevisions:
+        """Which jobs, of `namespace` where given, are served a revision of their own; at most `limit` by name."""
+        try:
+            return await load_own(self._store, signature, namespace=namespace, limit=limit)
         except StoreError as error:
             raise self._plans.store_unavailable(error) from None
 

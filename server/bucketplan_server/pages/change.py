@@ -1,23 +1,24 @@
-"""Comparing two plans, and changing which one is served: preview first, then confirm, always with a reason."""
+"""Changing which plan is served: preview first, then confirm, always with a reason."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlencode
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from bucketplan_core.plan import Plan
+from bucketplan_core.collectives import Options
 from bucketplan_core.wire import unpack
 from bucketplan_server.access import Caller, Principal, needs
 from bucketplan_server.http.parameters import Signature
 from bucketplan_server.http.state import AppState, State, cause_of
+from bucketplan_server.pages.compare import MOST_CHANGES, compared
 from bucketplan_server.pages.options import FORM_FIELDS, changed_options, typed_options
-from bucketplan_server.pages.plan import plan_page, revision_of, shown_revision
+from bucketplan_server.pages.plan import own_revisions, plan_page, shown_revision
 from bucketplan_server.pages.render import page
 from bucketplan_server.pages.routing import (
     MAX_REASON_CHARACTERS,
@@ -27,51 +28,22 @@ from bucketplan_server.pages.routing import (
     read_form,
     see_other,
     text_field,
-    whole_signature,
 )
 from bucketplan_server.planner.planned import Stored
 from bucketplan_server.problems import Problem
 from bucketplan_server.store.engine import StoreError
 from bucketplan_server.store.events import Cause
 from bucketplan_server.store.overview import latest_events
+from bucketplan_server.store.plans import PLANNER_REVISION
 from bucketplan_server.store.revisions import Activation
 
 __all__ = ["router"]
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False)
 _WHY = "say why; it goes into the audit log"
-_CHANGES = 100
 _RECENT = 20
-
-
-@router.get("/diff", dependencies=[needs("auditor")])
-async def diff(request: Request, state: State) -> Response:
-    given = {name: request.query_params.get(name, "").strip() for name in ("a", "b", "revision_a", "revision_b")}
-    found, refusal = None, None
-    if given["a"] or given["b"]:
-        try:
-            found = await _compared(state, *[await _side(request, state, name, given[name]) for name in ("a", "b")])
-        except Problem as problem:
-            if problem.status >= 500:
-                raise
-            refusal = Refusal(action="filter", problem=problem, typed=given)
-    code = 200 if refusal is None else refusal.problem.status
-    return page(request, "diff.html", code=code, found=found, given=given, most=_CHANGES, refusal=refusal)
-
-
-async def _side(request: Request, state: AppState, name: str, signature: str) -> Stored:
-    """One side of a comparison; raises `Problem` that names the field at fault."""
-    whole_signature(signature, name)
-    revision = revision_of(request, f"revision_{name}")
-    try:
-        return await state.revisions.stored(signature, revision)
-    except Problem as problem:
-        at = {"unknown-signature": name, "unknown-revision": f"revision_{name}"}.get(problem.slug)
-        if at is None:
-            raise
-        raise Problem(
-            problem.slug, f"{at}: {problem.detail}; choose one of the list of plans", fields={"path": at}
-        ) from None
+_AS_EVERYONE = "everyone"
+"""What the field `revision` holds where a job is to be served what everyone is again."""
 
 
 @router.post("/plans/{signature}/replan", dependencies=[needs("operator")])
@@ -81,9 +53,8 @@ async def replan(request: Request, state: State, caller: Caller, signature: Sign
     try:
         return await _replan(request, state, caller, signature, form)
     except Problem as problem:
-        return await _form_again(
-            request, state, caller, signature, Refusal(action="replan", problem=problem, typed=form)
-        )
+        refusal = Refusal(action="replan", problem=problem, typed=form)
+        return await _form_again(request, state, caller, signature, refusal)
 
 
 async def _replan(
@@ -94,46 +65,42 @@ async def _replan(
     asked = _asked(form, caller)
     if form.get("confirm") != "yes":
         effective, stored, digest = await state.revisions.preview(signature, options, base=base)
-        before = await state.revisions.options(signature, base)
-        current = await _current(state, caller, signature, asked.job)
-        return page(
-            request,
-            "confirm.html",
+        change = _Change(
             action="replan",
             base=base,
-            current=current,
+            before=await state.revisions.options(signature, base),
+            after=effective,
             digest=digest,
-            form={name: value for name, value in form.items() if name in FORM_FIELDS},
-            found=await _compared(state, await state.revisions.stored(signature, current.revision), stored),
-            job=asked.job,
-            most=_CHANGES,
-            options=changed_options(before.to_wire(), effective.to_wire()),
-            reason=asked.reason,
-            shown=base,
-            signature=signature,
-            target=None,
+            fields={name: value for name, value in form.items() if name in FORM_FIELDS},
+            plan=stored,
         )
+        return await _preview(request, state, caller, signature, asked, change)
     digest, expected = _shown(form)
     cause = cause_of(request, asked.reason)
     try:
-        await state.revisions.replan_and_serve(
+        number = await state.revisions.replan_and_serve(
             signature, options, base=base, digest=digest, job=asked.stored_job, expected=expected, cause=cause
         )
     except Problem as problem:
-        if await _was_done(state, signature, problem, cause, digest=digest, job=asked.stored_job, expected=expected):
-            return see_other(f"/plans/{signature}?done=already")
-        raise
-    return see_other(f"/plans/{signature}?done=replanned")
+        made = await _made_before(state, signature, problem, cause, asked, expected)
+        if not made or (await state.revisions.served(signature, made)).row.digest != digest:
+            raise
+        return _done(signature, "already", asked, made)
+    return _done(signature, "replanned", asked, number)
 
 
 @router.post("/plans/{signature}/activate", dependencies=[needs("operator")])
 async def activate(request: Request, state: State, caller: Caller, signature: Signature) -> Response:
-    """Step one shows what would change; step two, with `confirm`, serves the revision. Rolling back is the same."""
+    """Step one shows what would change; step two, with `confirm`, does it. Rolling back is the same.
+
+    The form names a revision, or ``everyone`` to take back what one job has of its own.
+    """
     form = await read_form(request)
+    follows = form.get("revision") == _AS_EVERYONE
     try:
-        return await _activate(request, state, caller, signature, form)
+        return await (_follow if follows else _activate)(request, state, caller, signature, form)
     except Problem as problem:
-        refusal = Refusal(action="activate", problem=problem, typed=form)
+        refusal = Refusal(action="follow" if follows else "activate", problem=problem, typed=form)
         return await _form_again(request, state, caller, signature, refusal)
 
 
@@ -146,26 +113,8 @@ async def _activate(
         raise Problem("invalid-body", "revision: say which one", fields={"path": "revision"})
     wanted = await state.revisions.served(signature, target)
     if form.get("confirm") != "yes":
-        current = await _current(state, caller, signature, asked.job)
-        before, after = [await state.revisions.options(signature, number) for number in (current.revision, target)]
-        sides = [await state.revisions.stored(signature, number) for number in (current.revision, target)]
-        return page(
-            request,
-            "confirm.html",
-            action="activate",
-            base=current.revision,
-            current=current,
-            digest=wanted.row.digest,
-            form={"revision": str(target)},
-            found=await _compared(state, *sides),
-            job=asked.job,
-            most=_CHANGES,
-            options=changed_options(before.to_wire(), after.to_wire()),
-            reason=asked.reason,
-            shown=await shown_revision(request, state, signature),
-            signature=signature,
-            target=target,
-        )
+        change = await _other_revision(state, signature, asked, target, action="activate")
+        return await _preview(request, state, caller, signature, asked, change)
     digest, expected = _shown(form)
     if wanted.row.digest != digest:
         raise Problem("conflict", f"revision {target} is not the plan that was shown", fields={"path": "digest"})
@@ -174,10 +123,38 @@ async def _activate(
         activation = Activation(revision=target, job=asked.stored_job, expected=expected)
         await state.revisions.activate(signature, activation, cause)
     except Problem as problem:
-        if await _was_done(state, signature, problem, cause, digest=digest, job=asked.stored_job, expected=expected):
-            return see_other(f"/plans/{signature}?done=already")
-        raise
-    return see_other(f"/plans/{signature}?done=activated")
+        if await _made_before(state, signature, problem, cause, asked, expected) != target:
+            raise
+        return _done(signature, "already", asked, target)
+    return _done(signature, "activated", asked, target)
+
+
+async def _follow(
+    request: Request, state: AppState, caller: Principal, signature: str, form: Mapping[str, str]
+) -> Response:
+    """Take back what a job has of its own."""
+    asked = _asked(form, caller)
+    if not asked.job:
+        raise Problem("invalid-body", "job: say which job is to be served as everyone", fields={"path": "job"})
+    everyone = (await state.revisions.serving(signature)).get("", PLANNER_REVISION)
+    if form.get("confirm") != "yes":
+        if (await _current(state, signature, asked)).expected == 0:
+            detail = f"job: {asked.job!r} has no revision of its own here, it is served as everyone"
+            raise Problem("invalid-body", detail, fields={"path": "job"})
+        change = await _other_revision(state, signature, asked, everyone, action="follow")
+        return await _preview(request, state, caller, signature, asked, change)
+    digest, expected = _shown(form)
+    if (await state.revisions.served(signature, everyone)).row.digest != digest:
+        raise Problem("conflict", "everyone is not served the plan that was shown", fields={"path": "digest"})
+    cause = cause_of(request, asked.reason)
+    try:
+        activation = Activation(revision=None, job=asked.stored_job, expected=expected)
+        await state.revisions.activate(signature, activation, cause)
+    except Problem as problem:
+        if await _made_before(state, signature, problem, cause, asked, expected) != 0:
+            raise
+        return _done(signature, "already", asked, everyone)
+    return _done(signature, "followed", asked, everyone)
 
 
 async def _form_again(
@@ -188,6 +165,65 @@ async def _form_again(
     if problem.status not in (400, 409, 422) and problem.slug != "unknown-revision":
         raise problem
     return await plan_page(request, state, caller, signature, refusal=refusal)
+
+
+def _done(signature: str, what: str, asked: _Asked, revision: int) -> Response:
+    query = {"revision": str(revision), "done": what} | ({"job": asked.job} if asked.job else {})
+    return see_other(f"/plans/{signature}?{urlencode(query)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Change:
+    """What a preview shows: `plan`, made with options `after`, of which `base` has `before`; `fields` ask for it again.
+
+    `target` is the revision that is to be served, None for one that is not stored yet.
+    """
+
+    action: str
+    base: int
+    before: Options
+    after: Options
+    digest: str
+    fields: Mapping[str, str]
+    plan: Stored
+    target: int | None = None
+
+
+async def _other_revision(state: AppState, signature: str, asked: _Asked, target: int, *, action: str) -> _Change:
+    current = (await _current(state, signature, asked)).revision
+    return _Change(
+        action=action,
+        base=current,
+        before=await state.revisions.options(signature, current),
+        after=await state.revisions.options(signature, target),
+        digest=(await state.revisions.served(signature, target)).row.digest,
+        fields={"revision": _AS_EVERYONE if action == "follow" else str(target)},
+        plan=await state.revisions.stored(signature, target),
+        target=target,
+    )
+
+
+async def _preview(
+    request: Request, state: AppState, caller: Principal, signature: str, asked: _Asked, change: _Change
+) -> Response:
+    current = await _current(state, signature, asked)
+    served = await state.revisions.stored(signature, current.revision)
+    is_new = bool(asked.job) and not await state.jobs.attempts(asked.stored_job, before=None, limit=1)
+    return page(
+        request,
+        "confirm.html",
+        change=change,
+        current=current,
+        found=await compared(state, served, change.plan),
+        is_new=is_new,
+        job=asked.job,
+        most=MOST_CHANGES,
+        options=changed_options(change.before.to_wire(), change.after.to_wire()),
+        own=None if asked.job else await own_revisions(state, caller, signature),
+        reason=asked.reason,
+        shown=await shown_revision(request, state, signature),
+        signature=signature,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,23 +260,26 @@ def _shown(form: Mapping[str, str]) -> tuple[str, int]:
     return digest, expected or 0
 
 
-async def _was_done(
-    state: AppState, signature: str, refused: Problem, cause: Cause, *, digest: str, job: str, expected: int
-) -> bool:
-    """Whether the same person made the very change that was refused as stale: a confirmation that was sent twice."""
+async def _made_before(
+    state: AppState, signature: str, refused: Problem, cause: Cause, asked: _Asked, expected: int
+) -> int | None:
+    """The revision that the same person's first confirmation of this change serves, 0 for as everyone.
+
+    None where `refused` is no sign of a confirmation that was sent twice.
+    """
     if refused.slug != "conflict":
-        return False
+        return None
     try:
         last = await latest_events(state.store, signature=signature, kind="plan.activated", limit=_RECENT)
     except StoreError as error:
         raise state.plans.store_unavailable(error) from None
-    made = next((event for event in last if (event["job"] or "") == job), None)
+    made = next((event for event in last if (event["job"] or "") == asked.stored_job), None)
     if made is None or (made["actor"], made["reason"]) != (cause.actor, cause.reason):
-        return False
+        return None
     body: Any = unpack(made["body"])
-    if (body["before"] or 0) != expected or body["revision"] is None:
-        return False
-    return (await state.revisions.served(signature, body["revision"])).row.digest == digest
+    if (body["before"] or 0) != expected:
+        return None
+    return int(body["revision"] or 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,23 +290,7 @@ class _Current:
     expected: int
 
 
-async def _current(state: AppState, caller: Principal, signature: str, job: str) -> _Current:
-    stored_job = caller.job(job) if job else ""
-    serving = await state.revisions.serving(signature, job=stored_job)
-    everyone = serving.get("", 1)
-    return _Current(revision=serving.get(stored_job, everyone), expected=serving.get(stored_job, 0))
-
-
-async def _compared(state: AppState, a: Stored, b: Stored) -> dict[str, Any]:
-    """The structural difference with the simulated figures of both sides."""
-    tree: dict[str, Any] = dict(await state.pool.diff(a, b))
-    plans = await asyncio.to_thread(lambda: [Plan.decode(side.plan) for side in (a, b)])
-    simulated = [plan.assessment.get("simulated") for plan in plans]
-    tree["simulated"] = simulated if all(isinstance(found, dict) for found in simulated) else None
-    tree["num_buckets"] = [len(plan.decision.buckets) for plan in plans]
-    tree["planners"] = [plan.decision.planner for plan in plans]
-    counts: dict[str, int] = {}
-    for change in tree["decision"]["changes"]:
-        counts[change["kind"]] = counts.get(change["kind"], 0) + 1
-    tree["counts"] = counts
-    return tree
+async def _current(state: AppState, signature: str, asked: _Asked) -> _Current:
+    serving = await state.revisions.serving(signature, job=asked.stored_job)
+    everyone = serving.get("", PLANNER_REVISION)
+    return _Current(revision=serving.get(asked.stored_job, everyone), expected=serving.get(asked.stored_job, 0))

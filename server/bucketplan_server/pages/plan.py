@@ -23,15 +23,16 @@ from bucketplan_server.pages.render import page
 from bucketplan_server.pages.routing import PageRoute, Refusal, numbered_page, whole_number
 from bucketplan_server.problems import Problem
 from bucketplan_server.store.plans import PLANNER_REVISION
-from bucketplan_server.store.revisions import RevisionRow
+from bucketplan_server.store.revisions import OwnRevisions, RevisionRow
 
-__all__ = ["plan_page", "revision_of", "router", "shown_revision"]
+__all__ = ["own_revisions", "plan_page", "revision_of", "router", "shown_revision"]
 
 router = APIRouter(route_class=PageRoute, include_in_schema=False, dependencies=[needs("auditor")])
 _BUCKETS = 50
 _MEMBERS = 100
 _REVISIONS = 50
 _JOBS = 20
+_DONE = ("activated", "already", "followed", "replanned")
 _BASELINES = ("none", "size", "module")
 
 
@@ -42,6 +43,27 @@ def revision_of(request: Request, name: str = "revision") -> int | None:
 async def shown_revision(request: Request, state: AppState, signature: str) -> int:
     """The revision that the address names, else the one that is served to everyone."""
     return revision_of(request) or (await state.revisions.serving(signature)).get("", PLANNER_REVISION)
+
+
+async def own_revisions(state: AppState, caller: Principal, signature: str) -> OwnRevisions:
+    """Which jobs that `caller` sees are served a revision of their own, by the names that it writes."""
+    found = await state.revisions.own(signature, namespace=caller.namespace, limit=_JOBS)
+    return replace(found, jobs=tuple((caller.shown(job), revision) for job, revision in found.jobs))
+
+
+async def _notice(request: Request, state: AppState, caller: Principal, signature: str) -> dict[str, Any] | None:
+    """What the address says was done, as long as it holds: anybody may write an address."""
+    done, job = (request.query_params.get(name, "").strip() for name in ("done", "job"))
+    if done not in _DONE:
+        return None
+    stored_job = caller.job(job) if job else ""
+    serving = await state.revisions.serving(signature, job=stored_job)
+    follows = bool(job) and stored_job not in serving
+    if done == "followed" or (done == "already" and follows):
+        holds = follows
+    else:
+        holds = serving.get(stored_job) == revision_of(request)
+    return {"follows": follows, "is_again": done == "already", "job": job} if holds else None
 
 
 def _entry(state: AppState, caller: Principal, row: RevisionRow) -> dict[str, Any]:
@@ -102,12 +124,13 @@ async def plan_page(
         choices=CHOICES,
         before=None if view.before is None else drawing_of(view.before),
         memory=chart_of_memory(view),
-        notice=request.query_params.get("done", ""),
+        notice=await _notice(request, state, caller, signature),
         number=number,
         options=unpack(revision.options),
         num_pages=max(1, -(-view.num_found // _BUCKETS)),
         num_revision_pages=num_pages,
         orders=ORDERS,
+        own=await own_revisions(state, caller, signature),
         query=query,
         refusal=refusal,
         revision=_entry(state, caller, revision),

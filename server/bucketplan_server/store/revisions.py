@@ -12,11 +12,12 @@ from bucketplan_core.wire import digest_of
 from bucketplan_server.planner.planned import Revised
 from bucketplan_server.store.engine import Store
 from bucketplan_server.store.events import Cause, append_event
-from bucketplan_server.store.jobs import Conflict
+from bucketplan_server.store.jobs import Conflict, of_namespace
 from bucketplan_server.store.tables import active, events, profiles, revisions, signatures
 
 __all__ = [
     "Activation",
+    "OwnRevisions",
     "RevisionRow",
     "SignatureRow",
     "activate",
@@ -25,6 +26,7 @@ __all__ = [
     "last_event",
     "last_revision",
     "load_active",
+    "load_own",
     "load_revisions",
     "load_signature",
 ]
@@ -68,6 +70,14 @@ class Activation:
     expected: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class OwnRevisions:
+    """Jobs that are served a revision of their own: the first by name as (job, revision), and how many there are."""
+
+    jobs: tuple[tuple[str, int], ...]
+    num_jobs: int
+
+
 async def load_signature(store: Store, signature: str) -> SignatureRow | None:
     query = (
         select(signatures.c.request, profiles.c.profile)
@@ -91,6 +101,18 @@ async def load_active(store: Store, signature: str, job: str) -> dict[str, int]:
     query = select(active.c.job, active.c.revision).where(active.c.signature == signature, active.c.job.in_(("", job)))
     async with store.read() as connection:
         return {row.job: row.revision for row in await connection.execute(query)}
+
+
+async def load_own(store: Store, signature: str, *, namespace: str | None, limit: int) -> OwnRevisions:
+    """Who has a revision of `signature` of its own, of `namespace` where given; at most `limit` jobs are listed."""
+    theirs = (active.c.signature == signature) & (active.c.job != "")
+    if namespace is not None:
+        theirs &= of_namespace(active.c.job, namespace)
+    query = select(active.c.job, active.c.revision).where(theirs).order_by(active.c.job).limit(limit)
+    async with store.read() as connection:
+        rows = (await connection.execute(query)).all()
+        count = await connection.scalar(select(func.count()).select_from(active).where(theirs))
+    return OwnRevisions(tuple((row.job, row.revision) for row in rows), int(count or 0))
 
 
 async def load_revisions(store: Store, signature: str, *, after: int, limit: int) -> list[RevisionRow]:

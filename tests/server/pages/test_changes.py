@@ -9,6 +9,7 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page
 
+from tests.server.test_attempts import open_attempt
 from tests.support.browser import follow, watched_tab
 from tests.support.documents import MSGPACK, SIZE, plan_body, profile_of, small_request
 from tests.support.server import RunningServer, running_server
@@ -157,3 +158,136 @@ def test_options_of_every_revision_are_on_the_page(tab, client):
         row.locator("summary").first.click()
     assert ["prefetch 7" in row.inner_text() for row in rows] == [True, False]
     assert ["prefetch 3" in row.inner_text() for row in rows] == [False, True]
+
+
+def preview_activation(tab: Page, revision: int, *, job: str = "") -> None:
+    tab.locator("#revision").select_option(str(revision))
+    tab.locator("#activate-job").fill(job)
+    tab.locator("#activate-reason").fill("test")
+    follow(tab.get_by_role("button", name="Preview the activation"))
+
+
+def active(client: httpx.Client, signature: str) -> list[list[str]]:
+    return [row["active_for"] for row in revisions(client, signature)]
+
+
+def preview_taking_back(tab: Page, job: str) -> None:
+    tab.locator("#follow-job").select_option(job)
+    tab.locator("#follow-reason").fill("no longer needed")
+    follow(tab.get_by_role("button", name="Preview taking it back"))
+
+
+def test_what_a_job_has_of_its_own_is_taken_back(tab, client):
+    signature = new_plan(client)
+    add(client, signature, prefetch=7)
+    tab.goto(f"/plans/{signature}")
+    assert tab.locator("#follow").count() == 0
+    for job in ("mine", "yours"):
+        activate(client, signature, 2, job=job)
+    tab.goto(f"/plans/{signature}")
+    preview_taking_back(tab, "mine")
+    text = tab.locator("main .callout").first.inner_text()
+    assert "Served now to this job: revision 2." in text
+    assert "job mine is served what everyone is, which is revision 1 now" in text
+    assert previewed(tab) == {"prefetch": ("7", "3")}
+    assert active(client, signature) == [[""], ["mine", "yours"]]
+    follow(tab.get_by_role("button", name="Confirm"))
+    assert active(client, signature) == [[""], ["yours"]]
+    assert "Job mine is served from now on what everyone is" in tab.get_by_role("status").inner_text()
+    assert tab.locator("#follow-job option").all_inner_texts() == ["yours (revision 2)"]
+    assert unpack_activation(client, signature) == {"before": 2, "job": "mine", "revision": None}
+    assert client.get("/v1/events/verify").json()["holds"] is True
+
+
+def unpack_activation(client: httpx.Client, signature: str) -> dict[str, Any]:
+    listed = client.get("/v1/events", params={"signature": signature}).json()["events"]
+    last: dict[str, Any] = listed[-1]
+    assert (last["kind"], last["reason"]) == ("plan.activated", "no longer needed")
+    body: dict[str, Any] = last["body"]
+    return body
+
+
+def test_taking_back_twice_is_done_once_and_a_change_between_is_told(tab, client):
+    signature = new_plan(client)
+    add(client, signature, strategy="none")
+    activate(client, signature, 2, job="mine")
+    tab.goto(f"/plans/{signature}")
+    preview_taking_back(tab, "mine")
+    asked = {
+        field.get_attribute("name"): field.get_attribute("value") for field in tab.locator("main form input").all()
+    }
+    places = [client.post(f"/plans/{signature}/activate", data=asked).headers["location"] for _ in range(2)]
+    assert [place.partition("?")[2] for place in places] == [
+        "revision=1&done=followed&job=mine",
+        "revision=1&done=already&job=mine",
+    ]
+    assert "Job <bdi" in client.get(places[1]).text.partition("Already done")[2]
+    activate(client, signature, 2, job="mine")
+    for spoiled in (asked | {"expected": "1"}, asked | {"digest": "0" * 64}):
+        answer = client.post(f"/plans/{signature}/activate", data=spoiled)
+        assert answer.status_code == 409
+    activate(client, signature, 2)
+    assert client.post(f"/plans/{signature}/activate", data=asked).status_code == 409
+    assert active(client, signature) == [[], ["", "mine"]]
+
+
+@pytest.mark.parametrize(("job", "said"), [("", "say which job"), ("other", "has no revision of its own")])
+def test_only_what_a_job_has_of_its_own_can_be_taken_back(client, job, said):
+    signature = new_plan(client)
+    form = {"revision": "everyone", "job": job, "reason": "because"}
+    answer = client.post(f"/plans/{signature}/activate", data=form)
+    assert answer.status_code == 400
+    assert said in answer.text
+    assert 'id="follow-job-error"' in answer.text
+    assert 'id="follow-reason" name="reason" required maxlength="2000" dir="auto" value="because"' in answer.text
+
+
+def test_a_change_for_everyone_names_the_jobs_that_keep_their_own(tab, client):
+    signature = new_plan(client)
+    add(client, signature, prefetch=7)
+    tab.goto(f"/plans/{signature}")
+    preview_activation(tab, 2)
+    assert tab.locator("#own").count() == 0
+    for number in range(7):
+        activate(client, signature, 1, job=f"keeps-{number}")
+    tab.goto(f"/plans/{signature}")
+    preview_activation(tab, 2)
+    kept = "7 jobs with a revision of their own: " + ", ".join(f"keeps-{n} (revision 1)" for n in range(5))
+    assert f"Not changed by this: {kept} and 2 more." in tab.locator("#own").inner_text()
+    confirm(tab)
+    assert f"Revision 2 is served from now on to everyone but {kept}" in tab.get_by_role("status").inner_text()
+    tab.goto(f"/plans/{signature}")
+    assert f"active for everyone but {kept} and 2 more." in tab.locator("main").inner_text()
+
+
+def test_a_job_that_was_never_opened_is_told_in_the_preview(tab, client):
+    signature = new_plan(client)
+    open_attempt(client, "opened", "first")
+    for job, is_new in (("opned", True), ("opened", False)):
+        tab.goto(f"/plans/{signature}")
+        preview_activation(tab, 1, job=job)
+        assert tab.locator("#new-job").count() == is_new
+        confirm(tab)
+        assert f"served from now on to job {job} alone" in tab.get_by_role("status").inner_text()
+    assert active(client, signature) == [["", "opened", "opned"]]
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "done=activated",
+        "done=activated&revision=2",
+        "done=replanned&revision=1&job=mine",
+        "done=already&revision=2",
+        "done=followed",
+        "done=followed&job=own",
+        "done=already&job=own",
+        "done=nonsense&revision=1",
+    ],
+)
+def test_nothing_is_said_to_be_done_that_is_not_so(client, query):
+    signature = new_plan(client)
+    add(client, signature, prefetch=7)
+    activate(client, signature, 2, job="own")
+    text = client.get(f"/plans/{signature}?{query}").text
+    assert 'role="status"' not in text

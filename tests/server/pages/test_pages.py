@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, Page
 from bucketplan_core.collectives import Options
 from bucketplan_core.presets import GroupShape, resolve_preset
 from bucketplan_core.request import Request
-from bucketplan_server.pages import attempt, change, fleet, plan, session
+from bucketplan_server.pages import attempt, change, compare, fleet, plan, session
 from bucketplan_server.pages.problem import local_path
 from tests.support.browser import follow, watched_tab
 from tests.support.documents import MSGPACK, plan_body, profile_of, small_request
@@ -163,7 +163,7 @@ def test_a_post_from_another_site_is_refused(served):
 
 def test_every_page_is_documented():
     readme = (ROOT / "server" / "README.md").read_text()
-    parts = (fleet, plan, change, attempt, session)
+    parts = (fleet, plan, compare, change, attempt, session)
     routes = [route for part in parts for route in part.router.routes if isinstance(route, APIRoute)]
     assert len(routes) > 10
     missing = [f"{m} {r.path}" for r in routes for m in r.methods if f"`{m} {r.path}`" not in readme]

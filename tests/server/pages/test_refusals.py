@@ -124,12 +124,12 @@ def test_a_form_that_was_sent_twice_changes_once(client):
     with ThreadPoolExecutor(2) as two:
         sent = [two.submit(client.post, f"/plans/{signature}/replan", data=form) for _ in range(2)]
         places = sorted(answer.result().headers["location"] for answer in sent)
-    assert places == [f"/plans/{signature}?done=already", f"/plans/{signature}?done=replanned"]
+    assert places == [f"/plans/{signature}?revision=2&done={done}" for done in ("already", "replanned")]
     assert "Already done" in client.get(places[0]).text
     assert revisions(client, signature) == [[], [""]]
     form = preview(client, signature, "activate", revision="1")
     places = [client.post(f"/plans/{signature}/activate", data=form).headers["location"] for _ in range(2)]
-    assert [place.partition("=")[2] for place in places] == ["activated", "already"]
+    assert [place.rpartition("=")[2] for place in places] == ["activated", "already"]
     assert revisions(client, signature) == [[""], []]
 
 
