@@ -17,13 +17,15 @@ from typing import TypeVar, cast
 from bucketplan_core.errors import DecodeError, SchemaVersionError
 from bucketplan_core.wire import MAX_INT, IntegerText, WireValue
 
-__all__ = ["MAX_STRING_CHARACTERS", "Fields", "is_digest"]
+__all__ = ["MAX_STRING_CHARACTERS", "Fields", "escaped", "has_controls", "is_digest"]
 
 MAX_STRING_CHARACTERS = 16_384
 """Longest name: parameter paths of generated models reach kilobytes; nothing legitimate reaches this."""
 _HEX_DIGEST = re.compile(r"[0-9a-f]{64}\Z")
-_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-_CONTROLS_BUT_LINES = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROLS_BUT_LINES = re.compile(
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]|\r(?!\n)"
+)
 _INTS = frozenset({int})
 _TEXTS = frozenset({str})
 _FLAGS = frozenset({bool})
@@ -36,6 +38,27 @@ T = TypeVar("T")
 def is_digest(text: str) -> bool:
     """Whether `text` is a SHA-256 as documents and addresses have it: 64 lower-case hex characters."""
     return _HEX_DIGEST.match(text) is not None
+
+
+def has_controls(text: str, *, lines: bool) -> bool:
+    """Whether `text` holds what a person's text must not: characters that a terminal or a reader's eye obeys.
+
+    These are the C0 and C1 controls (ECMA-48), the embeddings, overrides and isolates that reorder the text around them
+    (Unicode UAX #9; marks such as U+200F and right-to-left letters are fine), and lone surrogates, which no encoding
+    holds. With `lines`, ends of lines (LF, CR LF, U+2028, U+2029) and tabs are allowed.
+    """
+    return (_CONTROLS_BUT_LINES if lines else _CONTROLS).search(text) is not None
+
+
+def escaped(text: str, *, lines: bool = False) -> str:
+    """`text` for a terminal: whatever is not printable as Python's `repr` writes it; with `lines`, LF stays.
+
+    For what others stored: a log may be older than a rule of `has_controls`.
+    """
+    if text.isprintable():
+        return text
+    kept = "\n" if lines else ""
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 class Fields:
@@ -90,14 +113,11 @@ class Fields:
         return value
 
     def plain_text(self, key: str, *, limit: int = MAX_STRING_CHARACTERS, lines: bool = False) -> str:
-        """Text that is not empty and without control characters; with `lines` it may have several lines and tabs.
-
-        For what is stored as text and shown: PostgreSQL takes no U+0000, and a terminal obeys the others.
-        """
+        """Text that is not empty and passes `has_controls`; with `lines` it may have several lines and tabs."""
         value = self.name(key)
         if len(value) > limit:
             raise DecodeError(self._at(key), f"{len(value)} characters", f"at most {limit} characters are allowed")
-        if (_CONTROLS_BUT_LINES if lines else _CONTROLS).search(value):
+        if has_controls(value, lines=lines):
             raise DecodeError(self._at(key), value, "must hold no control characters")
         return value
 

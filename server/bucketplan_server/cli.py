@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 import typer
 from rich.console import Console
 
+from bucketplan_core.fields import escaped
 from bucketplan_server import __version__, cli_tokens
 from bucketplan_server.settings import Settings, SettingsError, check_tls, load_settings
 
@@ -75,7 +76,7 @@ def _settings(flags: dict[str, Any]) -> Settings:
 
 
 def _fail(message: str, status: int = EXIT_FAILED) -> NoReturn:
-    _errors.print(f"bucketplan-server: {message}", markup=False)
+    _errors.print(f"bucketplan-server: {escaped(message)}", markup=False)
     raise typer.Exit(status)
 
 
@@ -155,9 +156,9 @@ def verify(
     except StoreError as error:
         _fail(str(error))
     for finding in found.findings:
-        _errors.print(f"{finding.where}: {finding.detail}", markup=False)
+        _errors.print(escaped(f"{finding.where}: {finding.detail}"), markup=False)
     for skipped in found.unreplayed:
-        typer.echo(f"not replayed: {skipped.where}: {skipped.detail}")
+        typer.echo(escaped(f"not replayed: {skipped.where}: {skipped.detail}"))
     typer.echo(
         f"{found.num_events} events, {found.num_signatures} signatures, {found.num_revisions} revisions, "
         f"{found.num_replayed} replayed, {len(found.findings)} findings; head {found.num_events}:{found.head}"

@@ -10,12 +10,14 @@ import re
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from bucketplan_core.fields import escaped
 from bucketplan_server.access.inbox import Command, Inbox, NotTaken
 from bucketplan_server.access.principal import NAMESPACE_PATTERN, ROLES
 from bucketplan_server.access.tokens import Token, hash_token, new_token
@@ -34,9 +36,6 @@ _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _BEYOND_REFRESH_SECONDS = 15.0
 
 
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
 class TokenError(Exception):
     """A token command cannot be carried out; the message says what to change."""
 
@@ -48,9 +47,8 @@ def create(settings: Settings, name: str, *, role: str, namespace: str | None, e
             raise TokenError(f"{what} {value!r}: take 1 to 100 letters, digits and ._- , no reserved word")
     if role not in ROLES:
         raise TokenError(f"--role: {role!r} is none of {', '.join(ROLES)}")
-    _check_reason(reason)
     secret = new_token()
-    command = Command(
+    command = _command(
         name=name,
         actor=_actor(),
         reason=reason,
@@ -65,8 +63,7 @@ def create(settings: Settings, name: str, *, role: str, namespace: str | None, e
 
 def revoke(settings: Settings, name: str, *, reason: str) -> None:
     """Revoke a token for ever; raises as `create` does."""
-    _check_reason(reason)
-    _send(settings, Command(name=name, actor=_actor(), reason=reason))
+    _send(settings, _command(name=name, actor=_actor(), reason=reason))
 
 
 def list_tokens(settings: Settings) -> list[Token]:
@@ -110,7 +107,7 @@ def print_tokens(tokens: list[Token], *, as_json: bool) -> None:
         return
     table = Table("name", "role", "namespace", "state", "created (UTC)", "expires (UTC)")
     for token in tokens:
-        table.add_row(
+        row = (
             token.name,
             token.role,
             token.namespace or "all",
@@ -118,6 +115,7 @@ def print_tokens(tokens: list[Token], *, as_json: bool) -> None:
             _moment(token.created_ns),
             "never" if token.expires_ns is None else _moment(token.expires_ns),
         )
+        table.add_row(*(Text(escaped(value)) for value in row))
     Console().print(table)
 
 
@@ -152,9 +150,11 @@ def _send(settings: Settings, command: Command) -> None:
             raise TokenError(error) from None
 
 
-def _check_reason(reason: str) -> None:
-    if _CONTROLS.search(reason):
-        raise TokenError(f"--reason: {reason!r} holds control characters")
+def _command(**fields: Any) -> Command:
+    try:
+        return Command(**fields)
+    except ValueError as error:
+        raise TokenError(str(error)) from None
 
 
 def _actor() -> str:

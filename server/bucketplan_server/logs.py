@@ -7,6 +7,8 @@ import sys
 
 import structlog
 
+from bucketplan_core.fields import escaped
+
 __all__ = ["configure_logs"]
 
 
@@ -23,6 +25,7 @@ def configure_logs(level: str, fmt: str) -> None:
         shared.append(structlog.processors.format_exc_info)
         renderer: structlog.typing.Processor = structlog.processors.JSONRenderer()
     else:
+        shared.append(_escape)
         renderer = structlog.dev.ConsoleRenderer()
     structlog.configure(
         processors=[
@@ -47,3 +50,8 @@ def configure_logs(level: str, fmt: str) -> None:
     # They narrate every step; what matters of it is logged by this package.
     for noisy in ("alembic", "aiosqlite", "asyncio", "sqlalchemy", "uvicorn"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, root.level))
+
+
+def _escape(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Lines for a terminal: what callers send stands in them."""
+    return {name: escaped(value) if isinstance(value, str) else value for name, value in event.items()}

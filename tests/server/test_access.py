@@ -249,6 +249,35 @@ class TestTokens:
         with pytest.raises(cli_tokens.TokenError, match=re.escape(said)):
             make_token(str(tmp_path / "db"), given.pop("name"), given.pop("role"), **given)
 
+    @pytest.mark.parametrize("obeyed", ["\x1b[2J", "\x9b1m", "a\rb", "\u202eb", "\udcff"], ids=ascii)
+    def test_nothing_that_a_terminal_obeys_comes_into_the_log(self, tmp_path, monkeypatch, obeyed):
+        database = str(tmp_path / "db")
+        settings = load_settings(database=database)
+        make_token(database, "kept", "rank")
+        with pytest.raises(cli_tokens.TokenError, match=r"reason: .* must hold no control characters"):
+            cli_tokens.revoke(settings, "kept", reason=obeyed)
+        with pytest.raises(cli_tokens.TokenError, match=r"name: .* must hold no control characters"):
+            cli_tokens.revoke(settings, obeyed, reason="plain")
+        monkeypatch.setenv("LOGNAME", obeyed)
+        with pytest.raises(cli_tokens.TokenError, match=r"actor: .* must hold no control characters"):
+            make_token(database, "other", "rank")
+        assert [token.name for token in cli_tokens.list_tokens(settings)] == ["kept"]
+        monkeypatch.undo()
+        cli_tokens.revoke(settings, "kept", reason="one\n\ttwo")
+
+    def test_a_database_may_hold_what_a_terminal_obeys_and_it_is_shown_escaped(self, tmp_path):
+        database = str(tmp_path / "db")
+        make_token(database, "plain", "rank")
+        with closing(sqlite3.connect(database)) as connection:
+            connection.execute("UPDATE tokens SET name = ?, namespace = ?", ("a\x1b[2J", "[red]b\x9b1m"))
+            connection.commit()
+        listed = run_cli("token", "list", "--database", database).stdout
+        assert r"a\x1b[2J" in listed
+        assert r"[red]b\x9b1m" in listed
+        found = run_cli("verify", "--database", database).stderr
+        assert r"tokens[a\x1b[2J]" in found
+        assert (listed + found).replace("\n", "").isprintable()
+
     def test_a_row_written_past_the_log_is_found(self, tmp_path):
         database = str(tmp_path / "bucketplan.db")
         for name in ("kept", "changed", "gone"):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -244,6 +245,15 @@ class TestBodyCap:
     def test_any_address_refuses_it(self, server):
         head = b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n\r\n"
         assert raw_exchange(server.port, head).startswith(b"HTTP/1.1 413 ")
+
+
+def test_logs_for_a_terminal_hold_nothing_that_it_obeys(tmp_path):
+    with running_server(tmp_path, log_format="console", log_level="debug", require_tokens=True) as server:
+        assert httpx.get(f"{server.url}/v1/plans/%1b%5b2J%c2%9b").status_code == 401
+        server.terminate()
+        log = server.log.read_text()
+    assert r"\x1b[2J\x9b" in log
+    assert re.sub("\x1b\\[[0-9;]*m|\n", "", log).isprintable()
 
 
 def test_logs_are_one_json_object_a_line_with_the_callers_request_id(tmp_path):

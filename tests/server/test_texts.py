@@ -1,17 +1,20 @@
 """Whatever text a caller may send is shown as it is on every page where it appears, and never becomes an element."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 from urllib.parse import quote, urlencode
 
+import httpx
 import pytest
 
 from bucketplan_core.collectives import FixedCollective, Group
 from bucketplan_core.request import Request
 from bucketplan_core.wire import pack
 from bucketplan_server.store.events import Cause, append_event
+from tests.server.test_profiles import measured
 from tests.support.documents import MSGPACK, plan_body, small_request
 from tests.support.inprocess import InProcess, in_process
 
@@ -54,6 +57,18 @@ def send(server: InProcess, path: str, body: Any) -> None:
     content = body if isinstance(body, bytes) else pack(body)
     answer = server.run(server.call("POST", path, content=content, **MSGPACK))
     assert answer.is_success, answer.text
+
+
+def post_form(server: InProcess, signature: str, action: str, typed: dict[str, str]) -> httpx.Response:
+    form = server.call(
+        "POST", f"/plans/{signature}/{action}", content=urlencode(typed).encode(), accept="text/html",
+        content_type="application/x-www-form-urlencoded",
+    )  # fmt: skip
+    return server.run(form)
+
+
+def num_events(server: InProcess) -> int:
+    return len(server.run(server.call("GET", "/v1/events?limit=1000", accept="application/json")).json()["events"])
 
 
 def planned(server: InProcess, request: Request) -> str:
@@ -181,10 +196,40 @@ def test_what_stands_in_an_address_makes_no_element(server, address):
 def test_a_form_gives_a_hostile_text_back_as_it_is(server, action):
     signature = planned(server, small_request(9))
     for typed in ({"reason": SHORT, "revision": "1"}, {"reason": SHORT, "job": SHORT, "revision": "1"}):
-        form = server.call(
-            "POST", f"/plans/{signature}/{action}", content=urlencode(typed).encode(), accept="text/html",
-            content_type="application/x-www-form-urlencoded",
-        )  # fmt: skip
-        seen = Seen(server.run(form).text)
+        seen = Seen(post_form(server, signature, action, typed).text)
         assert seen.made == []
         assert seen.values.count(SHORT) == len(typed) - 1
+
+
+@pytest.mark.parametrize("obeyed", ["\x1b[2J", "\x9b31m", "a\rb", "\x7f", "\u202egnp", "\u2066x"], ids=ascii)
+def test_nothing_that_a_terminal_obeys_comes_into_the_log(server, obeyed):
+    signature = planned(server, small_request(10))
+    before = num_events(server)
+    reason = {"reason": f"why {obeyed}."}
+    profile = measured("texts")
+    opening = {"held_epoch": None, "options": {}, "participants": {"fsdp": [[0]]}, "topology": {}, "uuid": None}
+    bodies = {
+        f"/v1/plans/{signature}/revisions": {"options": {"strategy": "none"}, **reason},
+        f"/v1/plans/{signature}/activate": {"revision": 1, **reason},
+        "/v1/profiles/texts": {"profile": profile, **reason},
+        "/v1/profiles/texts?": {"profile": {**profile, "backend": obeyed}, "reason": "plain"},
+        "/v1/jobs/texts/attempts": {**opening, "key": f"k{obeyed}"},
+    }
+    for path, body in bodies.items():
+        method = "PUT" if "profiles" in path else "POST"
+        answer = server.run(server.call(method, path, content=pack(body), **MSGPACK))
+        assert answer.status_code == 400, path
+    for action, field in itertools.product(("replan", "activate"), ("reason", "job")):
+        answer = post_form(server, signature, action, {"reason": "plain", "revision": "1", field: f"a{obeyed}b"})
+        assert answer.status_code == 400, (action, field)
+        assert "must hold no control characters" in Seen(answer.text).text
+    assert num_events(server) == before
+
+
+def test_a_reason_may_have_several_lines(server):
+    signature = planned(server, small_request(11))
+    for path, body in (("revisions", {"options": {"strategy": "none"}}), ("activate", {"revision": 1})):
+        send(server, f"/v1/plans/{signature}/{path}", {**body, "reason": "one\r\n\ttwo\nthree"})
+    for action in ("replan", "activate"):
+        form = {"reason": "one\r\n\ttwo\nthree", "revision": "2", "strategy": "size"}
+        assert post_form(server, signature, action, form).status_code == 200

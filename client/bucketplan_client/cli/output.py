@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
-from bucketplan_client.arguments import BadArgument, is_unicode, printable
+from bucketplan_client.arguments import BadArgument, is_unicode
 from bucketplan_client.errors import (
     BadAddress,
     BadToken,
@@ -25,6 +26,7 @@ from bucketplan_client.errors import (
     ServerRefused,
     ServerUnreachable,
 )
+from bucketplan_core.fields import escaped
 from bucketplan_core.wire import MAX_INT, to_json
 
 __all__ = [
@@ -71,8 +73,14 @@ _err = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
 
 
 def print_json(document: Any) -> None:
-    """Print `document` as indented JSON with sorted keys."""
-    sys.stdout.write(to_json(document, indent=2).decode("utf-8") + "\n")
+    """Print `document` as indented JSON with sorted keys; characters that are not printable are escaped."""
+    lines = to_json(document, indent=2).decode("utf-8").split("\n")
+    sys.stdout.writelines(f"{line if line.isprintable() else _json_escaped(line)}\n" for line in lines)
+
+
+def _json_escaped(line: str) -> str:
+    """The same JSON without characters that a terminal obeys, such as U+009B, which JSON allows as they are."""
+    return "".join(c if c.isprintable() else re.sub("(....)", r"\\u\1", c.encode("utf-16-be").hex()) for c in line)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str) -> None:
@@ -90,8 +98,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: st
 
 def facts(pairs: Mapping[str, object]) -> None:
     """Print names and values, one a line."""
-    width = max(map(len, pairs), default=0)
-    for name, value in pairs.items():
+    shown = {escaped(name): value for name, value in pairs.items()}
+    width = max(map(len, shown), default=0)
+    for name, value in shown.items():
         _out.print(f"{name:<{width}}  {_cell(value)}")
 
 
@@ -108,7 +117,7 @@ def _cell(value: object) -> str:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return printable(", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value))
+    return escaped(", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value))
 
 
 @contextmanager
@@ -138,7 +147,7 @@ def fail(context: typer.Context, message: str, *, status: int, problem: Mapping[
     if context.params.get("as_json"):
         print_json({"error": {**problem, "exit_status": status, "message": message}})
     else:
-        _err.print(f"error: {printable(message)}")
+        _err.print(f"error: {escaped(message, lines=True)}")
     raise typer.Exit(status) from None
 
 

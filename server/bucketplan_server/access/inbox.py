@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from bucketplan_core.fields import has_controls
+
 __all__ = ["Command", "Inbox", "NotTaken", "inbox_of"]
 
 _MOST_COMMAND_BYTES = 64 * 1024
@@ -27,7 +29,10 @@ class NotTaken(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A token to be made (`hash` in hex, `role`, `namespace`, `expires_ns`) or revoked (`hash` None)."""
+    """A token to be made (`hash` in hex, `role`, `namespace`, `expires_ns`) or revoked (`hash` None).
+
+    Raises `ValueError` for a text that must not come into the audit log.
+    """
 
     name: str
     actor: str
@@ -36,6 +41,12 @@ class Command:
     role: str | None = None
     namespace: str | None = None
     expires_ns: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("name", "actor", "reason", "namespace"):
+            value = getattr(self, field)
+            if value is not None and has_controls(value, lines=field == "reason"):
+                raise ValueError(f"{field}: {value!r} must hold no control characters")
 
 
 def inbox_of(database: Path) -> Path:

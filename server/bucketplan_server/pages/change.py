@@ -236,7 +236,7 @@ class _Asked:
 
 
 def _asked(form: Mapping[str, str], caller: Principal) -> _Asked:
-    reason = text_field(form, "reason", required=_WHY, limit=MAX_REASON_CHARACTERS)
+    reason = text_field(form, "reason", required=_WHY, limit=MAX_REASON_CHARACTERS, lines=True)
     job = text_field(form, "job")
     if not job:
         caller.everything("what is activated without a job is served to every namespace")

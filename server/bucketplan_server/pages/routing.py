@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from bucketplan_core.fields import is_digest
+from bucketplan_core.fields import has_controls, is_digest
 from bucketplan_server.access.authenticate import refusal_reason
 from bucketplan_server.access.dependency import principal_of
 from bucketplan_server.http.bodies import read_body
@@ -109,12 +109,17 @@ async def read_form(request: Request) -> Mapping[str, str]:
     return dict(pairs)
 
 
-def text_field(form: Mapping[str, str], name: str, *, required: str | None = None, limit: int = 200) -> str:
-    """A field without blanks around it; `required` is what to tell whoever left it empty."""
+def text_field(
+    form: Mapping[str, str], name: str, *, required: str | None = None, limit: int = 200, lines: bool = False
+) -> str:
+    """A field without blanks around it; `required` is what to tell whoever left it empty.
+
+    It must pass `has_controls`; with `lines` it may have several lines and tabs. Raises `Problem`.
+    """
     value = form.get(name, "").strip()
     if not value and required is not None:
         raise Problem("invalid-body", f"{name}: {required}", fields={"path": name})
-    if "\0" in value:
+    if has_controls(value, lines=lines):
         raise Problem("invalid-body", f"{name}: must hold no control characters", fields={"path": name})
     if len(value) > limit:
         raise Problem(

@@ -8,7 +8,7 @@ from bucketplan_core import planning
 from bucketplan_core.assess import assess
 from bucketplan_core.collectives import Options
 from bucketplan_core.errors import BucketplanError, DecodeError, IllegalPlan, PlannerUnavailable
-from bucketplan_core.fields import Fields
+from bucketplan_core.fields import Fields, has_controls
 from bucketplan_core.legality import check_decision
 from bucketplan_core.plan import Decision, Plan
 from bucketplan_core.profile import CostProfile
@@ -72,7 +72,7 @@ def _planned(request: Request, profile: CostProfile, options: Options) -> Plan:
 def _by_hand(request: Request, profile: CostProfile, job: RevisionJob) -> Plan:
     if job.decision is not None:
         decision = Decision.decode(job.decision)
-        if not decision.planner.isprintable():
+        if has_controls(decision.planner, lines=False):
             raise DecodeError("decision.planner", decision.planner, "must hold no control characters")
     else:
         decision = _placed_by_hand(request, job.buckets or ())
