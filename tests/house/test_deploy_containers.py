@@ -269,6 +269,8 @@ def check_pod(pod, settings: Settings) -> None:
         settings.drain_seconds
         >= readiness["periodSeconds"] * readiness["failureThreshold"] + readiness["timeoutSeconds"]
     ), "new connections must end before the replica stops taking them"
+    startup = container["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= 1800, "a migration of large tables is not cut"
     limit = container["resources"]["limits"]["memory"]
     assert int(limit.removesuffix("Gi")) * 2**30 >= needed_memory(settings)
     assert container["securityContext"] == {

@@ -77,9 +77,22 @@ class Store:
     async def write(self) -> AsyncIterator[AsyncConnection]:
         """All or nothing, one writer at a time over every replica; durable when the block has ended."""
         async with self._transaction() as connection:
-            if self.is_postgres:
-                await connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _WRITER_LOCK})
+            await self._order_writers(connection)
             yield connection
+
+    async def bring_up_to_date(self) -> None:
+        """Run the migrations that are missing, one replica at a time; raises `StoreError`, `SchemaRefused`.
+
+        Only reaching the database is bounded in time: a migration of large tables, here or in the replica that has the
+        lock, takes as long as it takes.
+        """
+        async with self._transaction(bounded=False) as connection:
+            await self._order_writers(connection)
+            await connection.run_sync(upgrade)
+
+    async def _order_writers(self, connection: AsyncConnection) -> None:
+        if self.is_postgres:
+            await connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _WRITER_LOCK})
 
     @contextlib.asynccontextmanager
     async def planning(self, signature: str) -> AsyncIterator[bool]:
@@ -124,9 +137,12 @@ class Store:
             self._lock.release()
 
     @contextlib.asynccontextmanager
-    async def _transaction(self) -> AsyncIterator[AsyncConnection]:
+    async def _transaction(self, *, bounded: bool = True) -> AsyncIterator[AsyncConnection]:
+        """A transaction that begins in time, and where it is `bounded` ends in time."""
         try:
-            async with asyncio.timeout(self._timeout), self._engine.begin() as connection:
+            async with asyncio.timeout(self._timeout) as deadline, self._engine.begin() as connection:
+                if not bounded:
+                    deadline.reschedule(None)
                 yield connection
         except (SQLAlchemyError, OSError, TimeoutError) as error:
             self.errors += 1
@@ -178,8 +194,7 @@ async def open_store(database: str, *, timeout_seconds: float) -> Store:
         engine = create_async_engine(url, pool_size=8, max_overflow=8, pool_pre_ping=True, pool_timeout=timeout_seconds)
     store = Store(engine, timeout_seconds=timeout_seconds, lock=lock, path=path)
     try:
-        async with store.write() as connection:
-            await connection.run_sync(upgrade)
+        await store.bring_up_to_date()
     except BaseException:
         await store.close()
         raise
