@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 import msgpack
 from starlette.requests import Request
@@ -22,20 +23,30 @@ MAX_DOCUMENT_BYTES = 2**20
 """Largest body of the small calls (attempts, reports, operators): they are decoded beside the hot path."""
 
 
-def too_large(limit: int) -> Problem:
+def too_large(limit: int, *, of_call: bool = False, inflated: bool = False) -> Problem:
+    """A body above `limit`, which is the server's setting or, `of_call`, what this call takes on any server."""
+    whose = (
+        "the most that this call takes on any server" if of_call else "the limit that BUCKETPLAN_MAX_BODY_BYTES sets"
+    )
     return Problem(
         "body-too-large",
-        f"the body is larger than {limit} bytes (BUCKETPLAN_MAX_BODY_BYTES, counted after inflation)",
+        f"the body{' is gzip that inflates to more' if inflated else ' is larger'} than {limit} bytes, {whose}",
         fields={"limit_bytes": limit},
         headers={"Connection": "close"},
     )
 
 
-async def read_body(request: Request, *, limit: int) -> bytes:
-    """The body, inflated; raises ``body-too-large`` at the first byte above `limit`, without reading on."""
+async def read_body(request: Request, *, most: int | None = None) -> bytes:
+    """The body, inflated, of at most `BUCKETPLAN_MAX_BODY_BYTES` and of at most `most` where that is less.
+
+    Raises ``body-too-large`` at the first byte above the limit, without reading on.
+    """
+    set_limit: int = request.app.state.parts.settings.max_body_bytes
+    limit = set_limit if most is None else min(most, set_limit)
+    of_call = limit < set_limit
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding in ("", "identity"):
-        return await _collect(request.stream(), limit)
+        return await _collect(request.stream(), limit, partial(too_large, limit, of_call=of_call))
     if encoding not in ("gzip", "x-gzip"):
         raise Problem(
             "unsupported-media-type",
@@ -43,15 +54,16 @@ async def read_body(request: Request, *, limit: int) -> bytes:
             fields={"path": "Content-Encoding", "value": encoding},
             headers={"Accept-Encoding": "gzip, identity", "Connection": "close"},
         )
-    return await _collect(_inflate(request.stream(), limit), limit)
+    refusal = partial(too_large, limit, of_call=of_call, inflated=True)
+    return await _collect(_inflate(request.stream(), limit), limit, refusal)
 
 
-async def _collect(chunks: AsyncIterator[bytes], limit: int) -> bytes:
+async def _collect(chunks: AsyncIterator[bytes], limit: int, refusal: Callable[[], Problem]) -> bytes:
     collected = bytearray()
     async for chunk in chunks:
         collected += chunk
         if len(collected) > limit:
-            raise too_large(limit)
+            raise refusal()
     return bytes(collected)
 
 
@@ -127,7 +139,7 @@ def _only_one() -> Callable[[object], None]:
 async def read_document(request: Request, *, path: str = "body") -> Fields:
     """The body of a small call as fields to read, from either encoding; raises `Problem`."""
     encoding = body_encoding(request.headers.get("content-type"))
-    data = await read_body(request, limit=MAX_DOCUMENT_BYTES)
+    data = await read_body(request, most=MAX_DOCUMENT_BYTES)
     try:
         decode: Callable[[bytes], WireValue] = unpack if encoding == "msgpack" else from_json
         return Fields(await beside(len(data) > DECODED_BYTES, decode, data), path)

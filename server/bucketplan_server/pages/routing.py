@@ -101,7 +101,7 @@ async def read_form(request: Request) -> Mapping[str, str]:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/x-www-form-urlencoded":
         raise Problem("unsupported-media-type", f"Content-Type is {media_type!r}; a form of these pages is expected")
-    body = await read_body(request, limit=_MAX_FORM_BYTES)
+    body = await read_body(request, most=_MAX_FORM_BYTES)
     try:
         pairs = parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=_MAX_FIELDS, errors="strict")
     except ValueError as error:

@@ -119,7 +119,7 @@ async def get_plan(
 async def post_plan(request: Request, state: State) -> Response:
     sent = body_encoding(request.headers.get("content-type"))
     encoding = wanted_encoding(request, default=sent)
-    data = await read_body(request, limit=state.settings.max_body_bytes)
+    data = await read_body(request)
     if sent == "msgpack":
         body = read_plan_body(data)
         signature, encoded, profile = body.signature, body.request, body.profile
