@@ -28,8 +28,12 @@ class Curve:
 
 
 def thin(memory: MemoryCurve, decision: Decision, *, bins: int = MAX_BINS) -> Curve:
-    """The curve of `decision` in at most `bins` bins; a peak between two segments belongs to the one after it."""
-    held = np.array(memory.segment_bytes, dtype=np.int64)
+    """The curve of `decision` in at most `bins` bins; a peak between two segments belongs to the one after it.
+
+    A graph without segments has one bin, with what its collectives hold.
+    """
+    held = np.zeros(max(1, len(memory.segment_bytes)), dtype=np.int64)
+    held[: len(memory.segment_bytes)] = memory.segment_bytes
     gaps: Int64Array = np.array([step.gap for step in decision.steps], dtype=np.int64)
     if len(gaps):
         np.maximum.at(held, np.minimum(gaps, len(held) - 1), memory.step_bytes)
