@@ -198,7 +198,7 @@ _REMEDIES = {
     "schema-version": "Use releases of client and server that read the same schema version",
     "unknown-planner": "Use a server release that holds this planner version, or leave the planner open",
     "cannot-plan": "Change the option that the problem names",
-    "body-too-large": "Send less; if it is a graph that is really that large, raise the server's BUCKETPLAN_MAX_BODY_BYTES",
+    "body-too-large": "Send less, or raise the server's BUCKETPLAN_MAX_BODY_BYTES where a graph is that large",
     "unknown-signature": "Post the request first, or check the signature for a typing error",
     "unknown-attempt": "Check job and attempt number; `bucketplan job` lists the attempts of a job",
     "store-unavailable": "Look at the server's database and disk; known plans are still served",
