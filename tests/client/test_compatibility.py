@@ -100,7 +100,7 @@ class TestWithinOneSchemaVersion:
     def test_unknown_problem_reaches_the_caller_whole(self):
         with LaterServer().client() as client, pytest.raises(ServerRefused) as refused:
             client.get("/v1/of-a-later-release")
-        assert refused.value.problem.extra == {"later": ["a"]}
+        assert refused.value.problem.extra == {"later": ["a"], "path": "/v1/of-a-later-release"}
         assert refused.value.problem.slug == "not-found"
 
 

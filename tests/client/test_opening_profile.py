@@ -11,6 +11,7 @@ import pytest
 
 from bucketplan_client.cache import PlanCache
 from bucketplan_client.opening_protocol import odd_option
+from bucketplan_client.testing import InMemoryPlanServer
 from bucketplan_client.transport import PlanClient
 from bucketplan_core.collectives import Options
 from bucketplan_core.hardware import CollectiveCost, Hardware, Protocol
@@ -26,6 +27,9 @@ FIGURES = Hardware(
     slowdown_permille=0,
     collectives=(CollectiveCost("measured", "all_gather", (Protocol(10_000, 100_000),)),),
 )
+
+RESOLVED = replace(FIGURES, collectives=(CollectiveCost("fsdp", "all_gather", (Protocol(10_000, 100_000),)),))
+PROFILE = MeasuredProfile(name="rack-7", shape=GroupShape(len(RANKS), 1), backend="gloo", device="cpu", figures=FIGURES)
 
 
 class _Clients:
@@ -51,9 +55,7 @@ def clients(server: RunningServer) -> Iterator[Any]:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RunningServer]:
     with running_server(tmp_path) as running, PlanClient(running.url) as client:
-        shape = GroupShape(len(RANKS), 1)
-        profile = MeasuredProfile(name="rack-7", shape=shape, backend="gloo", device="cpu", figures=FIGURES)
-        client.put("/v1/profiles/rack-7", {"profile": profile.to_wire(), "reason": "measured"})
+        client.put("/v1/profiles/rack-7", {"profile": PROFILE.to_wire(), "reason": "measured"})
         yield running
 
 
@@ -71,13 +73,17 @@ def test_attempt_has_the_figures_of_the_profile_that_is_named_with_the_server_an
     (source, uuid, hardware) = first[0]
     assert set(first.values()) == {(source, uuid, hardware)}, first
     assert source == "server"
-    assert hardware == replace(
-        FIGURES, collectives=(CollectiveCost("fsdp", "all_gather", (Protocol(10_000, 100_000),)),)
-    )
+    assert hardware == RESOLVED
 
     clients.server.kill()
     second = open_all(clients, on_unavailable="error", **arguments)
     assert set(second.values()) == {("cache", uuid, hardware)}, second
+
+
+def test_double_has_the_figures_of_a_server():
+    server = InMemoryPlanServer(measured={"rack-7": PROFILE})
+    attempts = open_all(server, options={**GIVEN, "hardware": "rack-7"})
+    assert {attempt.options.hardware for attempt in attempts.values()} == {RESOLVED}
 
 
 def test_named_profile_without_the_server_and_without_an_epoch_says_who_holds_it(clients):

@@ -24,7 +24,9 @@ def test_the_readmes_test_passes_as_it_is_written():
     exec(compile(code, "README", "exec"), {"request": request, "other_plan": overriding_plan()})
 
 
-@pytest.mark.parametrize("name", ["available", "num_busy", "defaults", "activate", "calls", "reports", "plans"])
+@pytest.mark.parametrize(
+    "name", ["available", "num_busy", "defaults", "activate", "calls", "reports", "plans", "measured"]
+)
 def test_what_the_readme_names_is_there(name):
     assert f"`{name}" in SECTION
     assert hasattr(InMemoryPlanServer(), name)
