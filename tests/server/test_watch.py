@@ -12,7 +12,7 @@ import uvicorn
 
 from bucketplan_core.attempt import AttemptRequest, RankReport
 from bucketplan_core.wire import from_json, pack
-from bucketplan_server.jobs import service
+from bucketplan_server.jobs import evidence, service, states
 from bucketplan_server.jobs.watch import Reading, Watchers
 from bucketplan_server.problems import Problem
 from bucketplan_server.store.engine import StoreError
@@ -175,17 +175,19 @@ def opened(rank: int) -> bytes:
 def test_hundreds_of_connections_wait_at_the_cost_of_one(tmp_path, monkeypatch):
     calls: Counter[str] = Counter()
 
-    def counted(name: str) -> None:
-        inner = getattr(service, name)
+    def counted(module, name: str) -> None:
+        inner = getattr(module, name)
 
-        async def call(*arguments):
+        def call(*arguments):
             calls[name] += 1
-            return await inner(*arguments)
+            return inner(*arguments)
 
-        monkeypatch.setattr(service, name, call)
+        monkeypatch.setattr(module, name, call)
 
-    for name in ("mark_of_reports", "load_attempt", "load_reports", "load_pruned"):
-        counted(name)
+    counted(service, "load_attempt")
+    counted(states, "mark_of_reports")
+    counted(evidence, "load_reports")
+    counted(evidence, "load_pruned")
 
     settings = {"refresh_seconds": NEVER, "stall_seconds": NEVER, "max_status_waiters": NUM_WAITERS}
     with in_process([str(tmp_path / "store.db")], **settings) as servers:
@@ -237,7 +239,7 @@ def test_a_store_that_fails_is_told_to_all_who_wait(tmp_path, monkeypatch, num_w
             call = lambda: servers.call("GET", f"{PATH}/1?wait=600", if_none_match=tag)  # noqa: E731  # a shorthand
             tasks = [asyncio.create_task(call()) for _ in range(num_waiters)]
             await until(lambda: jobs.watchers.num_waiters == num_waiters)
-            monkeypatch.setattr(service, "mark_of_reports", away)
+            monkeypatch.setattr(states, "mark_of_reports", away)
             jobs.watchers.changed(("polled", 1))
             return await asyncio.gather(*tasks)
 

@@ -6,28 +6,25 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from itertools import islice
-from typing import Any
 
 import structlog
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 
 from bucketplan_core.attempt import OPEN_SLOT, AttemptRequest, RankReport
 from bucketplan_core.collectives import Options
-from bucketplan_core.diff import first_difference
 from bucketplan_core.epoch import Epoch, complete_options
 from bucketplan_core.errors import BucketplanError
 from bucketplan_core.fields import Fields
 from bucketplan_core.planners import find_planner
 from bucketplan_core.presets import GroupShape, resolve_measured
-from bucketplan_core.request import Request
 from bucketplan_core.wire import WireValue, unpack
 from bucketplan_server.access.principal import bare_job
-from bucketplan_server.jobs.status import Difference, attempt_status
+from bucketplan_server.jobs.state import Verdict
+from bucketplan_server.jobs.states import States
 from bucketplan_server.jobs.watch import Key, Reading, Watchers
 from bucketplan_server.metrics import Metrics
 from bucketplan_server.problems import Problem, refuse
+from bucketplan_server.recent import Recent
 from bucketplan_server.service import PlanService
 from bucketplan_server.settings import Settings
 from bucketplan_server.store.arrivals import RefusedReport
@@ -37,29 +34,21 @@ from bucketplan_server.store.hardware import load_profile
 from bucketplan_server.store.jobs import (
     Attempt,
     Conflict,
-    Pruned,
     epoch_is_known_in,
     load_attempt,
     load_attempts,
-    load_pruned,
-    load_reports,
-    mark_of_reports,
     open_attempt,
     opened_before,
     prune_reports,
     store_reports,
 )
-from bucketplan_server.store.plans import PlanRow, load_requests
+from bucketplan_server.store.plans import PlanRow
 
 __all__ = ["JobService", "Opened"]
 
 _KEPT_DIGESTS = 100_000
-_KEPT_STATES = 64
 _KEPT_PARTICIPANTS = 64
 _KEPT_ATTEMPTS = 64
-_KEPT_STATUSES = 16
-_MOST_COMPARED = 32
-_MOST_DECODED = 128
 _NS = 1_000_000_000
 _DAY_NS = 86_400 * _NS
 _PRUNE_EVERY_SECONDS = 3_600
@@ -86,24 +75,6 @@ class _Batch:
     calls: list[_Call] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class _Evidence:
-    """What is stored of an attempt under one `mark`, see `mark_of_reports`."""
-
-    mark: tuple[int, int]
-    reports: Sequence[RankReport]
-    pruned: Pruned | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Shown:
-    """The state of an attempt under one version, computed or being computed since `made_s` (monotonic)."""
-
-    version: str
-    made_s: float
-    made: asyncio.Task[Mapping[str, WireValue]]
-
-
 class JobService:
     """Attempts of jobs. Every method raises `Problem` for what a caller must be told."""
 
@@ -118,14 +89,15 @@ class JobService:
             most=settings.max_status_waiters,
             stopping=lambda: plans.stopping,
         )
-        self._attempts: dict[Key, Attempt] = {}
-        self._shown: dict[Key, _Shown] = {}
+        self._states = States(
+            store, stall_ns=int(settings.stall_seconds * _NS), refresh_seconds=settings.refresh_seconds
+        )
+        self._attempts: Recent[Key, Attempt] = Recent(_KEPT_ATTEMPTS)
         self._batches: dict[tuple[str, int, Cause], _Batch] = {}
         self._writing = asyncio.Lock()
         self._flushes: set[asyncio.Task[None]] = set()
-        self._expected: dict[tuple[str, int], frozenset[int]] = {}
+        self._expected: Recent[Key, frozenset[int]] = Recent(_KEPT_PARTICIPANTS)
         self._agreed: dict[tuple[object, ...], str] = {}
-        self._states: dict[tuple[str, int], _Evidence] = {}
         self._log = structlog.get_logger("bucketplan_server")
 
     async def open(self, job: str, request: AttemptRequest, cause: Cause) -> Opened:
@@ -193,8 +165,7 @@ class JobService:
         if expected is None:
             opened = AttemptRequest.read(Fields(unpack((await self.attempt(job, attempt)).request), "body"))
             expected = frozenset(rank for groups in opened.participants.values() for group in groups for rank in group)
-            self._expected[job, attempt] = expected
-            _keep(self._expected, _KEPT_PARTICIPANTS)
+            self._expected.put((job, attempt), expected)
         for index, one in enumerate(reports):
             if expected and one.rank not in expected:
                 raise Problem(
@@ -230,8 +201,7 @@ class JobService:
                 f"job {job!r} has no attempt {attempt}; its leader opens one with POST /v1/jobs/{job}/attempts",
                 fields={"job": job, "attempt": attempt},
             )
-        self._attempts[job, attempt] = found
-        _keep(self._attempts, _KEPT_ATTEMPTS)
+        self._attempts.put((job, attempt), found)
         return found
 
     async def attempts(self, job: str, *, before: int | None, limit: int) -> list[Attempt]:
@@ -255,11 +225,9 @@ class JobService:
     async def reading(self, attempt: Attempt) -> Reading:
         """What the store holds of the attempt now."""
         try:
-            count, last_ns = await mark_of_reports(self._store, attempt.job, attempt.attempt)
+            return await self._states.reading(attempt)
         except StoreError as error:
             raise self._plans.store_unavailable(error) from None
-        stalled = time.time_ns() - attempt.opened_ns >= self._stall_ns
-        return Reading(f"{attempt.epoch[:16]}-{count}-{last_ns:x}-{int(stalled)}", (count, last_ns))
 
     async def wait_for_change(self, attempt: Attempt, seen: str, seconds: float) -> Reading:
         """The first reading whose version is not `seen`, else the last after `seconds` or when the server is to stop.
@@ -273,93 +241,18 @@ class JobService:
         return found or await self.reading(attempt)
 
     async def status(self, attempt: Attempt, reading: Reading | None = None) -> Mapping[str, WireValue]:
-        """The state of the attempt, computed from what is stored, of `reading` or of now; not to be changed.
-
-        One that was computed under the same version within the last `refresh_seconds` is answered again: those whom a
-        change wakes share one. Only the time that an opening has waited moves within a version.
-        """
-        key = (attempt.job, attempt.attempt)
-        reading = reading or await self.reading(attempt)
-        shown, now = self._shown.get(key), time.monotonic()
-        if shown is None or shown.version != reading.version or now - shown.made_s >= self._settings.refresh_seconds:
-            made = asyncio.create_task(self._status(attempt, reading))
-            shown = _Shown(reading.version, now, made)
-            self._shown.pop(key, None)
-            self._shown[key] = shown
-            _keep(self._shown, _KEPT_STATUSES)
-            made.add_done_callback(lambda task: self._forget_failed(key, task))
-        # Shielded: the caller that began it may go away, others wait for it too.
-        return await asyncio.shield(shown.made)
-
-    async def _status(self, attempt: Attempt, reading: Reading) -> Mapping[str, WireValue]:
+        """The state of the attempt, of `reading` or of now, see `States.status`; not to be changed."""
         try:
-            evidence = await self._evidence(attempt, reading.mark)
-            difference = await self._difference(evidence.reports)
+            return await self._states.status(attempt, reading or await self._states.reading(attempt))
         except StoreError as error:
             raise self._plans.store_unavailable(error) from None
 
-        def compute() -> dict[str, WireValue]:
-            return attempt_status(
-                AttemptRequest.read(Fields(unpack(attempt.request), "body")).participants,
-                evidence.reports,
-                pruned=evidence.pruned,
-                opened_ns=attempt.opened_ns,
-                now_ns=time.time_ns(),
-                stall_ns=self._stall_ns,
-                difference=difference,
-            )
-
-        state = await asyncio.to_thread(compute)
-        return {
-            "attempt": attempt.attempt,
-            "epoch_id": attempt.epoch,
-            "job": attempt.job,
-            "opened_by": attempt.actor,
-            "opened_ns": attempt.opened_ns,
-            **state,
-        }
-
-    def _forget_failed(self, key: Key, task: asyncio.Task[Mapping[str, WireValue]]) -> None:
-        if task.cancelled() or task.exception() is not None:
-            kept = self._shown.get(key)
-            if kept is not None and kept.made is task:
-                del self._shown[key]
-
-    @property
-    def _stall_ns(self) -> int:
-        return int(self._settings.stall_seconds * _NS)
-
-    async def _evidence(self, attempt: Attempt, mark: tuple[int, int]) -> _Evidence:
-        key = (attempt.job, attempt.attempt)
-        kept = self._states.get(key)
-        if kept is not None and kept.mark == mark:
-            return kept
-        encoded = await load_reports(self._store, *key)
-        pruned = await load_pruned(self._store, *key)
-        reports = await asyncio.to_thread(lambda: [RankReport.read(Fields(unpack(data), "report")) for data in encoded])
-        found = self._states[key] = _Evidence(mark, reports, pruned)
-        _keep(self._states, _KEPT_STATES)
-        return found
-
-    async def _difference(self, reports: Sequence[RankReport]) -> Difference:
-        """Names the first differing field of two signatures that stand under one name (slot and ordinal).
-
-        Requests are decoded by what this answers, in the thread that calls it, and never on the event loop.
-        """
-        wanted = await asyncio.to_thread(_compared, reports)
-        encoded = await load_requests(self._store, wanted) if wanted else {}
-
-        @cache
-        def decoded(signature: str) -> Request | None:
-            return Request.decode(encoded[signature]) if signature in encoded else None
-
-        @cache
-        def difference(left: str, right: str) -> Mapping[str, WireValue] | None:
-            one, other = decoded(left), decoded(right)
-            found = None if one is None or other is None else first_difference(one, other)
-            return None if found is None else found.to_wire()
-
-        return difference
+    async def verdicts(self, attempts: Sequence[Attempt]) -> list[Verdict | None]:
+        """What a list says of each attempt, None where it would cost too much, see `States.verdicts`."""
+        try:
+            return await self._states.verdicts(attempts)
+        except StoreError as error:
+            raise self._plans.store_unavailable(error) from None
 
     async def _flush(self, key: tuple[str, int, Cause]) -> None:
         # While one transaction is written, the reports that arrive meanwhile gather for the next.
@@ -483,28 +376,6 @@ def _is_about_values(error: Exception) -> bool:
         return True
     cause = error.__cause__
     return isinstance(cause, DBAPIError) and not isinstance(cause, OperationalError | InterfaceError)
-
-
-def _compared(reports: Sequence[RankReport]) -> set[str]:
-    """Signatures to look into: where ranks differ under one name, of it the `_MOST_COMPARED` that came first.
-
-    Names are taken in their order until there are `_MOST_DECODED`, so that a job cannot ask for more work than that.
-    """
-    slots: dict[tuple[str, int], dict[str, None]] = {}
-    for report in reports:
-        if report.signature is not None:
-            slots.setdefault((report.slot, report.ordinal), {})[report.signature] = None
-    wanted: dict[str, None] = {}
-    for found in slots.values():
-        if len(found) > 1:
-            wanted.update(dict.fromkeys(islice(found, _MOST_COMPARED)))
-    return set(islice(wanted, _MOST_DECODED))
-
-
-def _keep(kept: dict[Key, Any], most: int) -> None:
-    """Drop what came first until `most` are left."""
-    while len(kept) > most:
-        del kept[next(iter(kept))]
 
 
 def _fail(calls: Sequence[_Call], error: BaseException) -> None:

@@ -6,7 +6,7 @@ whose compile cache hit compiles nothing and reports nothing, so its silence is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bucketplan_core.attempt import OPEN_SLOT, Participants, RankReport
@@ -14,7 +14,7 @@ from bucketplan_core.errors import describe_ranks
 from bucketplan_core.wire import WireValue
 from bucketplan_server.store.jobs import Pruned
 
-__all__ = ["Difference", "attempt_status", "signatures_of"]
+__all__ = ["Difference", "attempt_status", "not_opened"]
 
 _SHOWN_HEX = 12
 _FEW_RANKS = 8
@@ -66,9 +66,9 @@ def attempt_status(
     }
 
 
-def signatures_of(reports: Iterable[RankReport]) -> set[str]:
-    """Every signature that was reported."""
-    return {report.signature for report in reports if report.signature is not None}
+def not_opened(who: str, waited_ns: int) -> str:
+    """The sentence for ranks that are missing."""
+    return f"{who} did not open for {waited_ns // 1_000_000_000} s"
 
 
 def _opening(
@@ -84,8 +84,7 @@ def _opening(
     if len(holders) > 1:
         state, summary = "diverged", _sentence([(f"uuid {uuid or 'none'}", ranks) for uuid, ranks in holders.items()])
     elif missing:
-        seconds = waited_ns // 1_000_000_000
-        state, summary = "waiting", f"{describe_ranks(missing)} did not open for {seconds} s"
+        state, summary = "waiting", not_opened(describe_ranks(missing), waited_ns)
     else:
         state, summary = "agreed", f"{describe_ranks(sorted(opened))} opened" if opened else "nobody is expected"
     return {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import time
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -43,15 +43,12 @@ async def job(request: Request, state: State, caller: Caller, job: Job) -> Respo
     return page(
         request,
         "job.html",
-        attempts=await asyncio.gather(*(_with_state(state, one) for one in shown)),
+        attempts=list(zip(shown, await state.jobs.verdicts(shown), strict=True)),
         before=before,
         following=None if last is None else last.attempt,
         job=job,
+        now_ns=time.time_ns(),
     )
-
-
-async def _with_state(state: AppState, one: Attempt) -> tuple[Attempt, str, str]:
-    return one, *overall_state(await state.jobs.status(one))
 
 
 @router.get("/jobs/{job}/attempts/{number}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,6 @@ from bucketplan_server.access import Caller, Principal, needs
 from bucketplan_server.audit import verify
 from bucketplan_server.http.parameters import read_cursor, write_cursor
 from bucketplan_server.http.state import AppState, State
-from bucketplan_server.jobs.state import overall_state
 from bucketplan_server.pages.render import page
 from bucketplan_server.pages.routing import (
     PageRoute,
@@ -75,6 +73,7 @@ async def overview(request: Request, state: State, caller: Caller) -> Response:
         hit_ppm=None if not looked else sum(hits.values()) * 1_000_000 // looked,
         jobs=await _with_states(state, caller, jobs),
         misses=misses,
+        now_ns=time.time_ns(),
         plannings={name: tallies["bucketplan_plannings_total", name] for name in ("stored", "refused", "failed")},
         plans=[_plan(row) for row in plans],
     )
@@ -146,6 +145,7 @@ async def jobs(request: Request, state: State, caller: Caller) -> Response:
         cursor=cursor,
         following=following,
         jobs=await _with_states(state, caller, shown),
+        now_ns=time.time_ns(),
         part=part,
     )
 
@@ -209,18 +209,17 @@ async def verify_log(request: Request, state: State, caller: Caller) -> Response
 
 
 async def _with_states(state: AppState, caller: Principal, rows: Sequence[Any]) -> list[Mapping[str, Any]]:
-    async def one(row: Any) -> Mapping[str, Any]:
-        attempt = await state.jobs.attempt(row.job, row.last_attempt)
-        found = overall_state(await state.jobs.status(attempt))
-        return {
+    attempts = [await state.jobs.attempt(row.job, row.last_attempt) for row in rows]
+    verdicts = await state.jobs.verdicts(attempts)
+    return [
+        {
             "job": caller.shown(row.job),
             "attempt": row.last_attempt,
             "opened_ns": row.opened_ns,
-            "state": found[0],
-            "summary": found[1],
+            "verdict": verdict,
         }
-
-    return list(await asyncio.gather(*map(one, rows)))
+        for row, verdict in zip(rows, verdicts, strict=True)
+    ]
 
 
 def _plan(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from sqlalchemy import ColumnElement, LargeBinary, RowMapping, Select, delete, func, insert, or_, select
+from sqlalchemy import ColumnElement, LargeBinary, RowMapping, Select, delete, func, insert, or_, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from bucketplan_core.attempt import OPEN_SLOT, AttemptRequest, RankReport
@@ -25,6 +25,7 @@ __all__ = [
     "Attempt",
     "Conflict",
     "Pruned",
+    "StoredReport",
     "epoch_is_known_in",
     "load_attempt",
     "load_attempts",
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 _RANKS_PER_QUERY = 200
+_REPORTS_PER_QUERY = 500
 _PRUNED = "reports.pruned"
 
 
@@ -62,6 +64,14 @@ class Pruned:
 
     num_reports: int
     since_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredReport:
+    """A report's canonical bytes, with the rank that it names."""
+
+    rank: int
+    encoded: bytes
 
 
 class Conflict(Exception):
@@ -346,15 +356,28 @@ async def load_pruned(store: Store, job: str, attempt: int) -> Pruned | None:
     return Pruned(num_reports=sum(numbers), since_ns=rows[0].at_ns)
 
 
-async def load_reports(store: Store, job: str, attempt: int) -> list[bytes]:
-    """Every report of an attempt as it was stored, by rank, slot and ordinal."""
+async def load_reports(store: Store, job: str, attempt: int) -> AsyncIterator[list[StoredReport]]:
+    """Every report of an attempt as it was stored, by rank, slot and ordinal, in pieces of a transaction each.
+
+    On SQLite reading holds the one connection, and all reports of a large attempt would hold it for seconds.
+    """
+    name = (reports.c.rank, reports.c.slot, reports.c.ordinal)
     query = (
-        select(reports.c.report)
+        select(*name, reports.c.report)
         .where(reports.c.job == job, reports.c.attempt == attempt)
-        .order_by(reports.c.rank, reports.c.slot, reports.c.ordinal)
+        .order_by(*name)
+        .limit(_REPORTS_PER_QUERY)
     )
-    async with store.read() as connection:
-        return [row.report for row in await connection.execute(query)]
+    last: tuple[int, str, int] | None = None
+    while True:
+        async with store.read() as connection:
+            behind = query if last is None else query.where(tuple_(*name) > tuple_(*last))
+            rows = (await connection.execute(behind)).all()
+        if rows:
+            yield [StoredReport(row.rank, row.report) for row in rows]
+        if len(rows) < _REPORTS_PER_QUERY:
+            return
+        last = (rows[-1].rank, rows[-1].slot, rows[-1].ordinal)
 
 
 def _attempt(row: RowMapping) -> Attempt:
