@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from http.cookies import CookieError, SimpleCookie
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 import structlog
-from starlette.responses import RedirectResponse, Response
 from starlette.types import Scope
 
 from bucketplan_server.access.dependency import SAFE_METHODS, unauthorized
@@ -17,7 +16,7 @@ from bucketplan_server.access.tokens import TokenTable, bearer
 from bucketplan_server.metrics import Metrics
 from bucketplan_server.problems import Problem
 
-__all__ = ["COOKIE", "PUBLIC_PATHS", "PUBLIC_PREFIX", "Access", "is_public", "login_redirect", "refusal_reason"]
+__all__ = ["COOKIE", "PUBLIC_PATHS", "PUBLIC_PREFIX", "Access", "is_public", "refusal_reason"]
 
 COOKIE = "bucketplan_token"
 PUBLIC_PATHS = frozenset(("/healthz", "/readyz", "/metrics", "/openapi.json", "/login", "/favicon.ico"))
@@ -121,17 +120,6 @@ def refusal_reason(problem: Problem) -> str:
 
 def is_public(path: str) -> bool:
     return path in PUBLIC_PATHS or path.startswith(PUBLIC_PREFIX)
-
-
-def login_redirect(scope: Scope, headers: Mapping[bytes, bytes]) -> Response | None:
-    """Where a person without credentials is sent: the sign-in page; None for a caller that is no browser."""
-    if b"text/html" not in headers.get(b"accept", b""):
-        return None
-    asked = "/"
-    if scope["method"] in ("GET", "HEAD"):
-        query = scope.get("query_string", b"").decode("latin-1")
-        asked = scope["path"] + (f"?{query}" if query else "")
-    return RedirectResponse(f"/login?next={quote(asked, safe='')}", 303, headers={"Cache-Control": "no-store"})
 
 
 def _credentials(headers: Mapping[bytes, bytes]) -> tuple[bytes | None, bytes | None]:

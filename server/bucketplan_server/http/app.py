@@ -11,10 +11,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from bucketplan_server import __version__
-from bucketplan_server.access.authenticate import login_redirect, refusal_reason
+from bucketplan_server.access.authenticate import refusal_reason
 from bucketplan_server.access.dependency import principal_of
 from bucketplan_server.http.routes import audit, events, inspection, jobs, operation, plans, profiles, revisions
 from bucketplan_server.http.state import AppState
+from bucketplan_server.pages.places import login_redirect
 from bucketplan_server.pages.problem import refusal
 from bucketplan_server.pages.router import router as pages
 from bucketplan_server.problems import Problem
@@ -63,7 +64,7 @@ async def _on_problem(request: Request, error: Exception) -> Response:
         state: AppState = request.app.state.parts
         token = principal_of(request).name
         state.access.refused(request.scope, refusal_reason(error), error, token=token)
-        redirect = login_redirect(request.scope, dict(request.scope["headers"])) if error.status == 401 else None
+        redirect = login_redirect(request.scope) if error.status == 401 else None
         if redirect is not None:
             return redirect
     return refusal(request.scope, error)

@@ -16,11 +16,12 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from bucketplan_server.access.authenticate import Access, login_redirect
+from bucketplan_server.access.authenticate import Access
 from bucketplan_server.http.bodies import too_large
 from bucketplan_server.http.negotiation import MSGPACK_TYPE
 from bucketplan_server.memory import EpochMemory, PlanMemory, fixed_key
 from bucketplan_server.metrics import Metrics
+from bucketplan_server.pages.places import login_redirect
 from bucketplan_server.pages.problem import refusal
 from bucketplan_server.problems import Problem
 
@@ -165,7 +166,7 @@ class Front:
                 problem = error if isinstance(error, Problem) else self._unexpected(error, scope, request_id)
                 if started:
                     raise
-                redirect = login_redirect(scope, headers) if problem.status == 401 else None
+                redirect = login_redirect(scope) if problem.status == 401 else None
                 response = redirect or refusal(scope, problem)
                 await response(scope, receive, send_with_id)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -12,10 +11,11 @@ from starlette.types import Scope
 
 from bucketplan_server.access.authenticate import PUBLIC_PATHS
 from bucketplan_server.http.answers import problem_answer
+from bucketplan_server.pages.places import came_from, login_address
 from bucketplan_server.pages.render import page
 from bucketplan_server.problems import Problem
 
-__all__ = ["local_path", "problem_page", "refusal"]
+__all__ = ["problem_page", "refusal"]
 
 _API_PATHS = PUBLIC_PATHS - {"/login", "/favicon.ico"}
 _ADVICE: Mapping[int, str] = {
@@ -44,35 +44,14 @@ def refusal(scope: Scope, problem: Problem) -> Response:
 
 def problem_page(request: Request, problem: Problem) -> Response:
     """`problem` as a page with its status and headers, what to do about it, and a link back."""
+    back = came_from(request.scope) or "/"
     return page(
         request,
         "problem.html",
         advice=_ADVICE.get(problem.status, "Go back and try again."),
-        back=_back(request),
+        back="/" if back.partition("?")[0] == request.url.path else back,
         code=problem.status,
         headers=problem.headers,
+        login=login_address(request.scope),
         problem=problem,
     )
-
-
-def local_path(target: str) -> str:
-    """`target` if it is a path of this server, else the overview: nobody is sent elsewhere by a link or a sign-in."""
-    try:
-        parts = urlsplit(target) if target.isprintable() else None
-    except ValueError:
-        return "/"
-    if parts is None or parts.scheme or parts.netloc or "\\" in target:
-        return "/"
-    return target if target.startswith("/") and not target.startswith("//") else "/"
-
-
-def _back(request: Request) -> str:
-    """The page that led here where it is one of ours, else the overview."""
-    try:
-        came_from = urlsplit(request.headers.get("referer", ""))
-    except ValueError:
-        return "/"
-    if came_from.netloc.lower() != request.headers.get("host", "").lower():
-        return "/"
-    target = came_from.path + (f"?{came_from.query}" if came_from.query else "")
-    return "/" if came_from.path in ("", request.url.path) else local_path(target)

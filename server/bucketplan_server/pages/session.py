@@ -9,7 +9,7 @@ from starlette.responses import Response
 from bucketplan_server.access import needs_nothing
 from bucketplan_server.access.authenticate import COOKIE
 from bucketplan_server.http.state import State
-from bucketplan_server.pages.problem import local_path
+from bucketplan_server.pages.places import local_path
 from bucketplan_server.pages.render import page, static_answer
 from bucketplan_server.pages.routing import PageRoute, read_form, see_other, text_field
 from bucketplan_server.problems import Problem
@@ -22,8 +22,14 @@ _MAX_TOKEN_CHARACTERS = 500
 
 @router.get("/login")
 async def login(request: Request, state: State) -> Response:
-    target = local_path(request.query_params.get("next", ""))
-    return page(request, "login.html", failed=False, required=state.access.table.required, target=target)
+    return page(
+        request,
+        "login.html",
+        failed=False,
+        required=state.access.table.required,
+        target=local_path(request.query_params.get("next", "")),
+        unsent=request.query_params.get("unsent", "") == "yes",
+    )
 
 
 @router.post("/login")
@@ -32,7 +38,8 @@ async def sign_in(request: Request, state: State) -> Response:
     token = text_field(form, "token", limit=_MAX_TOKEN_CHARACTERS)
     target = local_path(form.get("next", ""))
     if state.access.table.valid(token.encode()) is None:
-        return page(request, "login.html", code=401, failed=True, required=True, target=target)
+        unsent = form.get("unsent") == "yes"
+        return page(request, "login.html", code=401, failed=True, required=True, target=target, unsent=unsent)
     response = see_other(target)
     response.set_cookie(COOKIE, token, httponly=True, samesite="strict", secure=_is_encrypted(request), path="/")
     return response

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -15,6 +16,7 @@ from bucketplan_core.attempt import AttemptRequest, RankReport
 from bucketplan_core.collectives import Options
 from bucketplan_core.wire import pack, unpack
 from bucketplan_server import cli_tokens
+from bucketplan_server.access.authenticate import COOKIE
 from bucketplan_server.settings import load_settings
 from tests.support.browser import follow, watched_tab
 from tests.support.documents import MSGPACK, plan_body, profile_of, small_request
@@ -389,3 +391,57 @@ def test_static_files_are_checked_by_their_tag(guarded, name):
     other = httpx.get(f"{guarded.server.url}/static/{name}", headers={"If-None-Match": '"other"'})
     assert other.content == first.content
     assert httpx.get(f"{guarded.server.url}/static/..%2Frender.py").status_code == 404
+
+
+@pytest.mark.parametrize("cookie", [None, "ended"])
+@pytest.mark.parametrize("confirming", [False, True])
+def test_a_form_that_an_ended_session_stops_is_not_lost(chromium, guarded, cookie, confirming):
+    signature = guarded.new_plan(200 + 2 * confirming + (cookie is None))
+    wanted = f"{guarded.server.url}/plans/{signature}?revision=1"
+    with signed_in(chromium, guarded, "operator", 401) as tab:
+        tab.goto(wanted)
+        tab.locator("#strategy").select_option("none")
+        tab.locator("#memory_budget_bytes").fill("123456789")
+        tab.locator("#replan-reason").fill("typed <b>once</b>")
+        button = tab.get_by_role("button", name="Preview the new plan")
+        if confirming:
+            follow(button)
+            button = tab.get_by_role("button", name="Confirm and activate")
+        tab.context.clear_cookies()
+        if cookie is not None:
+            tab.context.add_cookies([{"name": COOKIE, "value": cookie, "url": guarded.server.url}])
+        follow(button)
+        assert "The form was not sent" in tab.get_by_role("status").inner_text()
+        sign_in(tab, "not a token")
+        assert "The form was not sent" in tab.get_by_role("status").inner_text()
+        sign_in(tab, guarded.secrets["operator"])
+        assert tab.url == wanted
+        typed = [tab.locator(f"#{name}").input_value() for name in ("strategy", "memory_budget_bytes", "replan-reason")]
+        assert typed == ["none", "123456789", "typed <b>once</b>"]
+        follow(tab.get_by_role("button", name="Preview the new plan"))
+        follow(tab.get_by_role("link", name="Cancel"))
+        assert tab.locator("#replan-reason").input_value() == "", "only what was stopped is filled in"
+    assert guarded.active(signature) == [[""]]
+
+
+@pytest.mark.parametrize(
+    ("referer", "place"),
+    [
+        ("{url}/plans?strategy=size", "/plans?strategy=size"),
+        ("{url}/plans/x/replan?revision=2", "/plans/x?revision=2"),
+        ("https://evil.example/plans", "/plans/x"),
+        ("//evil.example", "/plans/x"),
+        (None, "/plans/x"),
+    ],
+)
+def test_who_must_sign_in_for_a_form_is_led_back_to_its_page(guarded, referer, place):
+    headers = {"Accept": "text/html"} | ({"Referer": referer.format(url=guarded.server.url)} if referer else {})
+    answer = httpx.post(f"{guarded.server.url}/plans/x/replan", data={"reason": "x"}, headers=headers)
+    assert (answer.status_code, answer.headers["location"]) == (303, f"/login?next={quote(place, safe='')}&unsent=yes")
+
+
+def test_who_may_not_send_a_form_can_sign_in_and_be_back_on_its_page(guarded):
+    path = f"/plans/{guarded.signatures[0]}/activate"
+    answer = guarded.call("auditor", "POST", path)
+    assert answer.status_code == 403
+    assert f"/login?next={quote(path.removesuffix('/activate'), safe='')}&amp;unsent=yes" in answer.text

@@ -13,7 +13,7 @@ from bucketplan_core.collectives import Options
 from bucketplan_core.presets import GroupShape, resolve_preset
 from bucketplan_core.request import Request
 from bucketplan_server.pages import attempt, change, compare, fleet, plan, session
-from bucketplan_server.pages.problem import local_path
+from bucketplan_server.pages.places import local_path
 from tests.support.browser import follow, watched_tab
 from tests.support.documents import MSGPACK, plan_body, profile_of, small_request
 from tests.support.paths import ROOT
