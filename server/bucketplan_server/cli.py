@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
@@ -80,15 +81,26 @@ def _fail(message: str, status: int = EXIT_FAILED) -> NoReturn:
     raise typer.Exit(status)
 
 
+@contextlib.contextmanager
+def _with_store(settings: Settings) -> Iterator[None]:
+    """End the command with one line where the store cannot be used."""
+    from bucketplan_server.store.engine import StoreDamaged, StoreError, without_password
+    from bucketplan_server.store.errors import CannotOpen
+
+    try:
+        yield
+    except StoreDamaged as error:
+        _fail(f"{without_password(settings.database)}: {error}")
+    except (CannotOpen, StoreError) as error:
+        _fail(str(error))
+
+
 @app.command()
 @_with_settings()
 def serve(**flags: Any) -> None:
     """Serve plans until SIGTERM. Flags win over the environment."""
     from bucketplan_server.logs import configure_logs
     from bucketplan_server.serve import run
-    from bucketplan_server.store.engine import StoreError
-    from bucketplan_server.store.lock import LockHeld, SeveralNames
-    from bucketplan_server.store.migrate import SchemaRefused
 
     settings = _settings(flags)
     try:
@@ -96,19 +108,16 @@ def serve(**flags: Any) -> None:
     except SettingsError as error:
         _fail(str(error), EXIT_USAGE)
     configure_logs(settings.log_level, settings.log_format)
-    try:
+    with _with_store(settings):
         run(settings)
-    except (LockHeld, SeveralNames, SchemaRefused, StoreError) as error:
-        _fail(str(error))
 
 
 @app.command()
 @_with_settings("database", "store_timeout_seconds")
 def migrate(**flags: Any) -> None:
     """Bring the database to this release's tables (serve does it by itself at start)."""
-    from bucketplan_server.store.engine import StoreError, open_store
-    from bucketplan_server.store.lock import LockHeld, SeveralNames
-    from bucketplan_server.store.migrate import SchemaRefused, head_revision
+    from bucketplan_server.store.engine import open_store, without_password
+    from bucketplan_server.store.migrate import head_revision
 
     settings = _settings(flags)
 
@@ -116,11 +125,9 @@ def migrate(**flags: Any) -> None:
         store = await open_store(settings.database, timeout_seconds=settings.store_timeout_seconds)
         await store.close()
 
-    try:
+    with _with_store(settings):
         asyncio.run(upgrade())
-    except (LockHeld, SeveralNames, SchemaRefused, StoreError) as error:
-        _fail(str(error))
-    typer.echo(f"{settings.database} is at migration {head_revision()}")
+    typer.echo(f"{without_password(settings.database)} is at migration {head_revision()}")
 
 
 @app.command()
@@ -136,7 +143,7 @@ def verify(
     from bucketplan_server.audit import verify as verify_store
     from bucketplan_server.planner.planned import RevisionJob
     from bucketplan_server.planner.revise import replay as replay_here
-    from bucketplan_server.store.engine import StoreError, open_for_reading
+    from bucketplan_server.store.engine import open_for_reading
 
     settings = _settings(flags)
     head = None if expect_head is None else _read_head(expect_head)
@@ -151,10 +158,8 @@ def verify(
         finally:
             await store.close()
 
-    try:
+    with _with_store(settings):
         found = asyncio.run(check())
-    except StoreError as error:
-        _fail(str(error))
     for finding in found.findings:
         _errors.print(escaped(f"{finding.where}: {finding.detail}"), markup=False)
     for skipped in found.unreplayed:
@@ -177,16 +182,12 @@ def _read_head(text: str) -> tuple[int, str]:
 app.add_typer(cli_tokens.app)
 
 
-def _manage(work: Callable[[], T]) -> T:
-    from bucketplan_server.store.engine import StoreError
-    from bucketplan_server.store.migrate import SchemaRefused
-
+def _manage(settings: Settings, work: Callable[[], T]) -> T:
     try:
-        return work()
+        with _with_store(settings):
+            return work()
     except cli_tokens.TokenError as error:
         _fail(str(error), EXIT_USAGE)
-    except (SchemaRefused, StoreError) as error:
-        _fail(str(error))
 
 
 @cli_tokens.app.command("create")
@@ -205,7 +206,8 @@ def token_create(
     if output is not None and output.exists():
         _fail(f"--output: {output} exists; name a new file", EXIT_USAGE)
     secret = _manage(
-        lambda: cli_tokens.create(settings, name, role=role, namespace=namespace, expires=expires, reason=reason)
+        settings,
+        lambda: cli_tokens.create(settings, name, role=role, namespace=namespace, expires=expires, reason=reason),
     )
     if output is None:
         typer.echo(secret)
@@ -223,7 +225,7 @@ def token_list(
 ) -> None:
     """List tokens with role, namespace and state; secrets are not known here."""
     settings = _settings(flags)
-    cli_tokens.print_tokens(_manage(lambda: cli_tokens.list_tokens(settings)), as_json=as_json)
+    cli_tokens.print_tokens(_manage(settings, lambda: cli_tokens.list_tokens(settings)), as_json=as_json)
 
 
 @cli_tokens.app.command("revoke")
@@ -231,7 +233,7 @@ def token_list(
 def token_revoke(name: cli_tokens.Name, reason: cli_tokens.Reason = "token revoked", **flags: Any) -> None:
     """Revoke a token for ever; running servers refuse it within their `refresh_seconds`."""
     settings = _settings(flags)
-    _manage(lambda: cli_tokens.revoke(settings, name, reason=reason))
+    _manage(settings, lambda: cli_tokens.revoke(settings, name, reason=reason))
     typer.echo(f"{name} is revoked")
 
 
@@ -243,15 +245,13 @@ def backup(
 ) -> None:
     """Copy a SQLite database to a new file, beside a running server or without one."""
     from bucketplan_server.store.backup import back_up
-    from bucketplan_server.store.engine import StoreError
 
-    source = _settings(flags).sqlite_path
+    settings = _settings(flags)
+    source = settings.sqlite_path
     if source is None:
         _fail("backup copies SQLite files; a PostgreSQL database is backed up with pg_dump --format=custom", EXIT_USAGE)
-    try:
+    with _with_store(settings):
         num_bytes = back_up(source, target)
-    except StoreError as error:
-        _fail(str(error))
     typer.echo(f"{target}: {num_bytes} bytes; check it with bucketplan-server verify --database {target}")
 
 

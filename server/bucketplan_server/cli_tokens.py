@@ -41,7 +41,7 @@ class TokenError(Exception):
 
 
 def create(settings: Settings, name: str, *, role: str, namespace: str | None, expires: str | None, reason: str) -> str:
-    """Make a token and answer its secret, which is stored nowhere; raises `TokenError`, `StoreError`, `LockHeld`."""
+    """Make a token and answer its secret, which is stored nowhere; raises `TokenError`, `CannotOpen`, `StoreError`."""
     for what, value in (("name", name), ("namespace", namespace)):
         if value is not None and (re.fullmatch(NAMESPACE_PATTERN, value) is None or value in _RESERVED):
             raise TokenError(f"{what} {value!r}: take 1 to 100 letters, digits and ._- , no reserved word")

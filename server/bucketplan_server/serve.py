@@ -28,7 +28,7 @@ from bucketplan_server.planner.pool import PlannerPool
 from bucketplan_server.revisions import RevisionService
 from bucketplan_server.service import PlanService
 from bucketplan_server.settings import Settings
-from bucketplan_server.store.engine import open_store
+from bucketplan_server.store.engine import open_store, without_password
 
 __all__ = ["open_state", "run"]
 
@@ -82,7 +82,7 @@ async def open_state(settings: Settings) -> AsyncIterator[AppState]:
 def run(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT, then drain: readiness off, connections taken a while more, in-flight finished.
 
-    Raises `LockHeld`, `SchemaTooNew`, `StoreError` or `OSError` when the server cannot start.
+    Raises `CannotOpen`, `StoreError` or `OSError` when the server cannot start.
     """
     prepare_limits(expected_connections=settings.expected_connections, backlog=settings.backlog)
     import uvloop
@@ -142,7 +142,7 @@ class DrainingServer(uvicorn.Server):
             self._log.info(
                 "server.listening",
                 url=f"{'https' if self.config.is_ssl else 'http'}://{_for_url(self.config.host)}:{port}",
-                database=_without_password(self._state.settings.database),
+                database=without_password(self._state.settings.database),
                 version=__version__,
             )
 
@@ -161,11 +161,3 @@ class DrainingServer(uvicorn.Server):
 
 def _for_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def _without_password(database: str) -> str:
-    if "://" not in database:
-        return database
-    from sqlalchemy.engine import make_url
-
-    return make_url(database).render_as_string(hide_password=True)

@@ -23,6 +23,8 @@ __all__ = ["SECRETS_VARIABLE", "Settings", "SettingsError", "check_tls", "load_s
 SECRETS_VARIABLE = "BUCKETPLAN_SECRETS_DIR"
 """Names a folder of files `BUCKETPLAN_<NAME>` (in any case), each with the value of one setting."""
 
+_IN_MEMORY = ":memory:"
+
 
 class SettingsError(Exception):
     """The settings cannot be used; the message names each one and what it must be."""
@@ -98,13 +100,18 @@ class Settings(BaseSettings):
     @classmethod
     def _known_database(cls, value: str) -> str:
         if "://" not in value:
-            if not value.strip():
+            if not value.strip() or value == _IN_MEMORY:
                 raise ValueError("must name a file or a postgresql:// address")
             return value
         try:
-            backend = make_url(value).get_backend_name()
-        except ArgumentError:
+            url = make_url(value)
+        except (ArgumentError, ValueError):
             raise ValueError("is not a database address; write postgresql://user@host/name") from None
+        backend = url.get_backend_name()
+        if not 0 < (url.port or 1) <= 65535:
+            raise ValueError(f"{url.port} is no port; write postgresql://user@host:5432/name")
+        if backend == "sqlite" and url.database in (None, "", _IN_MEMORY):
+            raise ValueError("must name a file: sqlite:///path, or the path alone")
         if backend not in ("sqlite", "postgresql"):
             raise ValueError(f"{backend} is not supported; use a SQLite file or postgresql://")
         return value

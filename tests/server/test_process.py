@@ -148,6 +148,26 @@ class TestSettings:
         assert f"{tmp_path}/x.db.lock cannot be written" in line
 
 
+def test_a_new_database_is_its_owners_alone_and_an_old_one_keeps_its_mode(tmp_path):
+    old = tmp_path / "old.db"
+    run_cli("migrate", "--database", str(old))
+    old.chmod(0o640)
+    before = os.umask(0o022)
+    try:
+        for database, mode in ((tmp_path / "new.db", 0o600), (old, 0o640)):
+            with running_server(tmp_path, database=database) as server:
+                answer = httpx.post(f"{server.url}/v1/plans", content=plan_body(small_request()), headers=MSGPACK)
+                assert answer.status_code == 201
+                files = [database, *(database.with_name(f"{database.name}{end}") for end in ("-wal", "-shm"))]
+                assert {path.stat().st_mode & 0o777 for path in files} == {mode}
+                assert database.with_name(f"{database.name}.lock").stat().st_mode & 0o777 == 0o600
+                assert database.with_name(f"{database.name}.inbox").stat().st_mode & 0o777 == 0o700
+        assert run_cli("backup", str(tmp_path / "copy.db"), "--database", str(old)).returncode == 0
+        assert (tmp_path / "copy.db").stat().st_mode & 0o777 == 0o600
+    finally:
+        os.umask(before)
+
+
 def test_migrate_and_version_say_what_they_did(tmp_path):
     database = tmp_path / "new.db"
     assert "at migration" in run_cli("migrate", "--database", str(database)).stdout

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bucketplan_core.fields import has_controls
+from bucketplan_server.store.errors import CannotOpen
 
 __all__ = ["Command", "Inbox", "NotTaken", "inbox_of"]
 
@@ -60,7 +61,17 @@ class Inbox:
         self._folder = inbox_of(database)
 
     def open(self) -> None:
-        self._folder.mkdir(mode=0o700, exist_ok=True)
+        """Make the folder; raises `CannotOpen`."""
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            reason = None if os.access(self._folder, os.R_OK | os.W_OK | os.X_OK) else "Permission denied"
+        except OSError as error:
+            reason = error.strerror
+        if reason is not None:
+            raise CannotOpen(
+                f"{self._folder} is no folder in which the command line can leave its commands: {reason}; remove it, "
+                "or give it to the server's user"
+            )
 
     def taken(self) -> Iterator[tuple[str, Command | None]]:
         """Commands that wait, by id, the oldest first; None for a file that is none."""

@@ -55,7 +55,7 @@ class TokenService:
         self._table.replace(await load_tokens(self._store))
 
     async def start(self) -> None:
-        """Read the tokens for the first time and say how callers come in; raises `StoreError`, `OSError`."""
+        """Read the tokens for the first time and say how callers come in; raises `CannotOpen`, `StoreError`."""
         if self._inbox is not None:
             self._inbox.open()
         await self.refresh()

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from sqlalchemy import RowMapping, event, text
+from sqlalchemy import Connection, RowMapping, event, inspect, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
@@ -24,7 +25,16 @@ from bucketplan_server.store.integrity import file_damage
 from bucketplan_server.store.lock import FileLock
 from bucketplan_server.store.migrate import upgrade
 
-__all__ = ["Store", "StoreDamaged", "StoreError", "open_for_reading", "open_store", "plain_row", "store_url"]
+__all__ = [
+    "Store",
+    "StoreDamaged",
+    "StoreError",
+    "open_for_reading",
+    "open_store",
+    "plain_row",
+    "store_url",
+    "without_password",
+]
 
 _WRITER_LOCK = 0x6275636B6574
 """Key of the advisory lock that orders writers on PostgreSQL: "bucket" in ASCII."""
@@ -124,6 +134,16 @@ class Store:
             with contextlib.suppress(SQLAlchemyError, OSError):
                 await connection.close()
 
+    async def reach(self) -> None:
+        """Connect for the first time; raises `StoreError`."""
+        try:
+            async with asyncio.timeout(self._timeout), self._engine.connect():
+                pass
+        except Exception as error:  # drivers raise anything for an address that they do not take
+            if _is_damage(error):
+                raise StoreDamaged(_reason(error)) from error
+            raise StoreError(_reason(error)) from error
+
     async def ping(self) -> None:
         """Raises `StoreError` unless the database answers."""
         async with self.read() as connection:
@@ -146,7 +166,7 @@ class Store:
                 yield connection
         except (SQLAlchemyError, OSError, TimeoutError) as error:
             self.errors += 1
-            if getattr(getattr(error, "orig", None), "sqlite_errorcode", 0) & 0xFF in _DAMAGED:
+            if _is_damage(error):
                 raise StoreDamaged(_reason(error)) from error
             raise StoreError(_reason(error)) from error
 
@@ -154,6 +174,11 @@ class Store:
 def plain_row(row: RowMapping) -> dict[str, Any]:
     """The row under names that are exactly `str`: a mapping's own keys are of a subclass, which no encoder takes."""
     return {str(name): value for name, value in row.items()}
+
+
+def _is_damage(error: BaseException) -> bool:
+    code: int = getattr(getattr(error, "orig", None), "sqlite_errorcode", 0)
+    return code & 0xFF in _DAMAGED
 
 
 def _reason(error: BaseException) -> str:
@@ -169,15 +194,41 @@ def store_url(database: str) -> URL:
     if "://" not in database:
         return URL.create("sqlite+aiosqlite", database=database)
     url = make_url(database)
-    return url.set(drivername="sqlite+aiosqlite" if url.get_backend_name() == "sqlite" else "postgresql+asyncpg")
+    if url.get_backend_name() == "sqlite":
+        return url.set(drivername="sqlite+aiosqlite")
+    # The driver has another name for what libpq, and so pg_dump, calls sslmode.
+    query = {"ssl" if name == "sslmode" else name: value for name, value in url.query.items()}
+    return url.set(drivername="postgresql+asyncpg", query=query)
+
+
+def without_password(database: str) -> str:
+    """The setting `database` as it may be shown."""
+    url = make_url(database) if "://" in database else None
+    return database if url is None or url.password is None else url.render_as_string(hide_password=True)
+
+
+@contextlib.asynccontextmanager
+async def _opening(store: Store, database: str) -> AsyncIterator[None]:
+    """Closes `store` where it cannot be opened, and says of which database that is."""
+    try:
+        await store.reach()
+        yield
+    except BaseException as error:
+        await store.close()
+        if type(error) is not StoreError:
+            raise
+        what = "file and folder" if store.path is not None else "address, user, password and rights, and that it runs"
+        raise StoreError(
+            f"{without_password(database)} cannot be opened: {error}. Check --database (BUCKETPLAN_DATABASE): {what}"
+        ) from error
 
 
 async def open_store(database: str, *, timeout_seconds: float) -> Store:
     """Open `database` and bring its tables up to date.
 
-    Raises `LockHeld` when another server has the SQLite file, `SeveralNames` for one with hard links, `SchemaTooNew`
-    when a newer release wrote it, `SchemaUnclear` when it does not say which release did, `StoreDamaged` for a SQLite
-    file that is not whole, `StoreError` when it cannot be opened.
+    Raises `CannotOpen`: `LockHeld` when another server has the SQLite file, `SeveralNames` for one with hard links,
+    `SchemaTooNew` when a newer release wrote it, `SchemaUnclear` when it does not say which release did; else
+    `StoreDamaged` for a SQLite file that is not whole, `StoreError` when it cannot be opened.
     """
     url = store_url(database)
     lock = path = None
@@ -193,16 +244,16 @@ async def open_store(database: str, *, timeout_seconds: float) -> Store:
     else:
         engine = create_async_engine(url, pool_size=8, max_overflow=8, pool_pre_ping=True, pool_timeout=timeout_seconds)
     store = Store(engine, timeout_seconds=timeout_seconds, lock=lock, path=path)
-    try:
+    async with _opening(store, database):
         await store.bring_up_to_date()
-    except BaseException:
-        await store.close()
-        raise
     return store
 
 
 async def open_for_reading(database: str, *, timeout_seconds: float) -> Store:
-    """Open `database` to read it only, beside a server that may have it open; raises `StoreError`."""
+    """Open `database` to read it only, beside a server that may have it open.
+
+    Raises `StoreError`, also where it holds no tables of ours.
+    """
     url = store_url(database)
     path = None
     if url.get_backend_name() == "sqlite":
@@ -211,18 +262,21 @@ async def open_for_reading(database: str, *, timeout_seconds: float) -> Store:
     else:
         engine = create_async_engine(url, pool_size=1, max_overflow=0)
     store = Store(engine, timeout_seconds=timeout_seconds, path=path)
-    try:
-        await store.ping()
-    except BaseException:
-        await store.close()
-        raise
+    async with _opening(store, database), store.read() as connection:
+        if not await connection.run_sync(_has_our_tables):
+            raise StoreError("it holds no tables of a bucketplan-server, which `bucketplan-server migrate` would make")
     return store
+
+
+def _has_our_tables(connection: Connection) -> bool:
+    # Either may have been lost, which is for `verify` to say.
+    return any(inspect(connection).has_table(name) for name in ("alembic_version", "events"))
 
 
 def _read_only(url: URL) -> AsyncEngine:
     path = Path(url.database or "").absolute()
     if not path.is_file():
-        raise StoreError(f"there is no file {path}")
+        raise StoreError(f"there is no file {path}; name another with --database (BUCKETPLAN_DATABASE)")
     reading = URL.create("sqlite+aiosqlite", database=f"file:{quote(str(path))}", query={"mode": "ro", "uri": "true"})
     return create_async_engine(reading, pool_size=1, max_overflow=0)
 
@@ -235,12 +289,22 @@ async def _refuse_damage(path: Path) -> None:
 
 
 def _lock_file(path: Path) -> FileLock:
-    if not path.absolute().parent.is_dir():
-        raise StoreError(f"the folder {path.absolute().parent} does not exist; make it, or set BUCKETPLAN_DATABASE")
+    """The lock of the file, which is made where there is none, readable by its owner alone."""
     lock = FileLock(path.absolute())
     try:
+        file = path.resolve()
+        if not file.parent.is_dir():
+            raise StoreError(f"the folder {file.parent} does not exist; make it, or set BUCKETPLAN_DATABASE")
+        if file.exists() and not file.is_file():
+            raise StoreError(f"{file} is no file; name one with --database (BUCKETPLAN_DATABASE)")
         lock.acquire()
+        if not file.exists():
+            # SQLite would make it as the umask says, and gives the files beside it its mode.
+            os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    except RuntimeError as error:
+        raise StoreError(f"{path} leads nowhere: {error}; set BUCKETPLAN_DATABASE to a file") from None
     except OSError as error:
+        lock.release()
         raise StoreError(
             f"{error.filename} cannot be written: {error.strerror}; run this as the server's user"
         ) from None

@@ -6,10 +6,12 @@ import fcntl
 import os
 from pathlib import Path
 
+from bucketplan_server.store.errors import CannotOpen
+
 __all__ = ["FileLock", "LockHeld", "SeveralNames"]
 
 
-class LockHeld(Exception):
+class LockHeld(CannotOpen):
     """Another process holds the lock of `database`; `holder` is its process id where it could be read."""
 
     def __init__(self, database: Path, holder: str) -> None:
@@ -21,7 +23,7 @@ class LockHeld(Exception):
         )
 
 
-class SeveralNames(Exception):
+class SeveralNames(CannotOpen):
     """`database` is one of `num_names` hard links to a file: SQLite keeps a log beside each, which corrupts it."""
 
     def __init__(self, database: Path, num_names: int) -> None:

@@ -12,12 +12,14 @@ from alembic.util.exc import CommandError
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
+from bucketplan_server.store.errors import CannotOpen
+
 __all__ = ["SchemaRefused", "SchemaTooNew", "SchemaUnclear", "current_revision", "head_revision", "upgrade"]
 
 _SCRIPTS = Path(__file__).parent / "migrations"
 
 
-class SchemaRefused(Exception):
+class SchemaRefused(CannotOpen):
     """This release cannot bring the tables of the database up to date."""
 
 
