@@ -94,7 +94,11 @@ def test_what_is_no_file_is_named(tmp_path, make: Callable[[Path], None], comman
 def test_content_that_is_no_database_is_named(tmp_path, command):
     database = tmp_path / "x.db"
     database.write_text("no database " * 100)
-    if command != ("verify",):
+    if command == ("verify",):
+        verified = CliRunner().invoke(app, ["verify", "--database", str(database)])
+        assert verified.exit_code == 1
+        assert "3 findings" in verified.stdout
+    else:
         line = refused(*command, "--database", database)
         assert line.startswith(f"{database}: the database file is damaged: file is not a database")
     assert database.read_text() == "no database " * 100

@@ -262,8 +262,13 @@ async def open_for_reading(database: str, *, timeout_seconds: float) -> Store:
     else:
         engine = create_async_engine(url, pool_size=1, max_overflow=0)
     store = Store(engine, timeout_seconds=timeout_seconds, path=path)
-    async with _opening(store, database), store.read() as connection:
-        if not await connection.run_sync(_has_our_tables):
+    async with _opening(store, database):
+        try:
+            async with store.read() as connection:
+                is_ours = await connection.run_sync(_has_our_tables)
+        except StoreDamaged:
+            is_ours = True  # `verify` says what is left of it
+        if not is_ours:
             raise StoreError("it holds no tables of a bucketplan-server, which `bucketplan-server migrate` would make")
     return store
 
