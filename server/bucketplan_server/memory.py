@@ -11,9 +11,19 @@ from typing import Any
 
 from bucketplan_core.epoch import Epoch
 from bucketplan_server.http.negotiation import MSGPACK_TYPE
-from bucketplan_server.store.plans import PlanRow
+from bucketplan_server.store.plans import Damaged, PlanRow
 
-__all__ = ["Entry", "EpochMemory", "PlanMemory", "Served", "build_entry", "content_digest", "fixed_key", "plan_headers"]
+__all__ = [
+    "Entry",
+    "EpochMemory",
+    "PlanMemory",
+    "Served",
+    "build_entry",
+    "content_digest",
+    "fixed_key",
+    "plan_headers",
+    "serve",
+]
 
 _WORTH_COMPRESSING_BYTES = 1024
 """Below this a gzip header and the work of inflating cost more than the bytes that are saved."""
@@ -37,6 +47,10 @@ class Served:
     not_modified_weak: tuple[Message, Message]
 
     @property
+    def signature(self) -> str:
+        return self.row.signature
+
+    @property
     def size_bytes(self) -> int:
         packed = 0 if self.gzipped is None else len(self.gzipped[1]["body"])
         return len(self.row.plan) + packed
@@ -44,21 +58,26 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is served for a signature: the active revision, and the planner's own (one object where that is active)."""
+    """What is served for a signature: the active revision, and the planner's own (one object where that is active).
 
-    active: Served
-    first: Served
+    A `Damaged` stands for one whose bytes in the store were not as they were written when they were read.
+    """
+
+    active: Served | Damaged
+    first: Served | Damaged
 
     @property
     def size_bytes(self) -> int:
-        second = 0 if self.first is self.active else self.first.size_bytes
-        return self.active.size_bytes + second
+        different = {id(served): served for served in (self.active, self.first)}.values()
+        return sum(served.size_bytes for served in different if isinstance(served, Served))
 
 
-def build_entry(active: PlanRow, first: PlanRow) -> Entry:
+def build_entry(active: PlanRow | Damaged, first: PlanRow | Damaged) -> Entry:
     """Prepare the answers of one signature; compresses, so large plans belong in a thread."""
-    served = _serve(active)
-    return Entry(active=served, first=served if first == active else _serve(first))
+    served = serve(active) if isinstance(active, PlanRow) else active
+    if first == active:
+        return Entry(active=served, first=served)
+    return Entry(active=served, first=serve(first) if isinstance(first, PlanRow) else first)
 
 
 def content_digest(body: bytes) -> str:
@@ -80,7 +99,8 @@ def plan_headers(row: PlanRow, *, weak: bool) -> list[tuple[bytes, bytes]]:
     ]
 
 
-def _serve(row: PlanRow) -> Served:
+def serve(row: PlanRow) -> Served:
+    """Prepare the answers of one revision; compresses, so large plans belong in a thread."""
     plain = _messages(row, row.plan, encoding=None)
     gzipped = None
     if len(row.plan) >= _WORTH_COMPRESSING_BYTES:

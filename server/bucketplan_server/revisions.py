@@ -100,7 +100,7 @@ class RevisionService:
             entry = await self._plans.find(signature)
             if entry is None:
                 raise unknown_signature(signature)
-            return entry.active
+            return await self._plans.under(entry, None)
         if 1 <= revision <= await self.last(signature):
             return await self._plans.numbered(signature, revision)
         raise _unknown_revision(signature, revision)
@@ -203,6 +203,9 @@ class RevisionService:
                 f"{signature} has no revision {wanted.revision}, the last one is {last}",
                 fields={"path": "body.revision", "value": wanted.revision},
             )
+        if wanted.revision is not None:
+            # Raises ``quarantined``: nobody is to be served what cannot be served.
+            await self._plans.numbered(signature, wanted.revision)
         try:
             before = await activate(self._store, signature, wanted, cause)
         except Conflict as conflict:

@@ -11,7 +11,7 @@ import structlog
 from bucketplan_core.epoch import Epoch
 from bucketplan_core.errors import SignatureMismatch
 from bucketplan_server.beside import HASHED_BYTES, beside
-from bucketplan_server.memory import Entry, EpochMemory, PlanMemory, Served, build_entry, fixed_key
+from bucketplan_server.memory import Entry, EpochMemory, PlanMemory, Served, build_entry, fixed_key, serve
 from bucketplan_server.metrics import Metrics
 from bucketplan_server.planner.planned import PlanJob
 from bucketplan_server.planner.pool import PlannerPool
@@ -51,6 +51,7 @@ class PlanService:
         self._loads: dict[str, asyncio.Task[Entry | None]] = {}
         self._arrivals: dict[str, set[asyncio.Event]] = {}
         self._generation: dict[str, int] = {}
+        self._damaged: set[tuple[str, int]] = set()
         self._waiters = 0
         self._num_expecting = 0
         self.epochs = EpochMemory()
@@ -130,14 +131,14 @@ class PlanService:
     async def under(self, entry: Entry, epoch: str | None) -> Served:
         """What a caller gets of an entry: under an epoch what it fixed, else the active revision."""
         if epoch is None:
-            return entry.active
+            return await self._whole(entry.active)
         found = await self.epoch(epoch)
         if found is None:
             raise Problem("unknown-epoch", f"no attempt was opened under epoch {epoch}", fields={"epoch": epoch})
-        signature = entry.first.row.signature
+        signature = entry.first.signature
         digest = found.digest_for(signature)
         if digest is None:
-            return entry.first
+            return await self._whole(entry.first)
         served = await self._fixed(signature, digest)
         if served is None:
             raise Problem(
@@ -155,7 +156,7 @@ class PlanService:
             raise await self._quarantine(damaged) from None
         except StoreError as error:
             raise self.store_unavailable(error) from None
-        return (await asyncio.to_thread(build_entry, row, row)).active
+        return await asyncio.to_thread(serve, row)
 
     async def decision(self, digest: str) -> PlanRow:
         """A revision with this decision, whatever its signature; raises ``unknown-revision`` where there is none."""
@@ -176,7 +177,7 @@ class PlanService:
 
     async def _fixed(self, signature: str, digest: str) -> Served | None:
         kept = self.memory.get(fixed_key(signature, digest))
-        if kept is not None:
+        if kept is not None and isinstance(kept.active, Served):
             return kept.active
         try:
             row = await load_revision(self._store, signature, digest)
@@ -186,9 +187,13 @@ class PlanService:
             raise self.store_unavailable(error) from None
         if row is None:
             return None
-        entry = await asyncio.to_thread(build_entry, row, row)
-        self.memory.put(fixed_key(signature, digest), entry)
-        return entry.active
+        served = await asyncio.to_thread(serve, row)
+        self.memory.put(fixed_key(signature, digest), Entry(active=served, first=served))
+        return served
+
+    async def _whole(self, found: Served | Damaged) -> Served:
+        """What was found, read again where it was damaged; raises ``quarantined``."""
+        return found if isinstance(found, Served) else await self.numbered(found.signature, found.revision)
 
     def forget(self, signature: str) -> None:
         """Drop what is in memory of a signature, so that the next answer comes from the store.
@@ -229,8 +234,6 @@ class PlanService:
         generation = self._generation.get(signature, 0)
         try:
             rows = await load_active(self._store, signature)
-        except Damaged as damaged:
-            raise await self._quarantine(damaged) from None
         except StoreError as error:
             raise self.store_unavailable(error) from None
         return None if rows is None else await self._remember(*rows, generation)
@@ -270,14 +273,12 @@ class PlanService:
             self._log.info(
                 "plan.stored" if stored else "plan.known",
                 signature=job.signature,
-                digest=first.digest,
+                digest=planned.digest if isinstance(first, Damaged) else first.digest,
                 planner=planned.planner,
                 num_candidates=planned.facts["num_candidates"],
                 seconds=round(time.monotonic() - began, 3),
             )
             return await self._remember(active, first, generation), stored
-        except Damaged as damaged:
-            raise await self._quarantine(damaged) from None
         except StoreError as error:
             raise self.store_unavailable(error) from None
         except Problem as problem:
@@ -320,22 +321,28 @@ class PlanService:
             if not waiting and self._arrivals.get(signature) is waiting:
                 del self._arrivals[signature]
 
-    async def _remember(self, active: PlanRow, first: PlanRow, generation: int) -> Entry:
+    async def _remember(self, active: PlanRow | Damaged, first: PlanRow | Damaged, generation: int) -> Entry:
         """The entry of these rows, kept in memory unless the signature changed since `generation` was read."""
+        for row in (first, active) if first != active else (first,):
+            if isinstance(row, Damaged):
+                await self._quarantine(row)
         entry = await asyncio.to_thread(build_entry, active, first)
         if self._generation.get(active.signature, 0) == generation:
             self.memory.put(active.signature, entry)
         return entry
 
     async def _quarantine(self, damaged: Damaged) -> Problem:
-        self._metrics.count("bucketplan_quarantined_total")
-        self._log.error(
-            "plan.quarantined", signature=damaged.signature, revision=damaged.revision, detail=damaged.detail
-        )
-        try:
-            await quarantine_revision(self._store, damaged)
-        except StoreError as error:
-            self._log.error("store.failed", detail=str(error))
+        if (damaged.signature, damaged.revision) not in self._damaged:
+            self._damaged.add((damaged.signature, damaged.revision))
+            self._metrics.count("bucketplan_quarantined_total")
+            self._log.error(
+                "plan.quarantined", signature=damaged.signature, revision=damaged.revision, detail=damaged.detail
+            )
+        if not damaged.known:
+            try:
+                await quarantine_revision(self._store, damaged)
+            except StoreError as error:
+                self._log.error("store.failed", detail=str(error))
         return Problem(
             "quarantined",
             f"{damaged}; restore the database from a backup, or activate another revision",

@@ -10,8 +10,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from bucketplan_core.attempt import RankReport
 from bucketplan_core.wire import unpack
+from tests.server.test_attempts import open_attempt, report
 from tests.server.test_audit import check
+from tests.server.test_revisions import known, plan, send
 from tests.support import counts
 from tests.support.documents import MSGPACK, plan_body, profile_of, small_request
 from tests.support.server import running_server
@@ -107,6 +110,54 @@ def test_a_damaged_plan_is_quarantined_and_never_served(tmp_path):
         server.restart()
         for request in requests:
             assert httpx.get(f"{url}/{request.signature}", headers=MSGPACK).status_code == 503
+
+
+def flip_a_byte(database: str, revision: int) -> None:
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        damage = "CAST(substr(plan, 1, 90) || x'00' || substr(plan, 92) AS BLOB)"
+        connection.execute(f"UPDATE revisions SET plan = {damage} WHERE revision = ?", [revision])
+        connection.commit()
+
+
+@pytest.mark.parametrize("damaged", [1, 2])
+def test_a_damaged_revision_is_quarantined_alone_and_another_one_heals_it(tmp_path, damaged):
+    whole = 3 - damaged
+    with running_server(tmp_path) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        request = known(client, 1)
+        signature = request.signature
+        epochs = {1: unpack(open_attempt(client, "job", "a").content)["epoch_id"]}
+        send(client, signature, "revisions", options={"strategy": "none"}).raise_for_status()
+        send(client, signature, "activate", revision=2).raise_for_status()
+        report(client, "job", 1, RankReport(rank=0, slot="joint", signature=signature)).raise_for_status()
+        epochs[2] = unpack(open_attempt(client, "job", "b").content)["epoch_id"]
+        plans = {number: plan(client, signature, **{"Bucketplan-Epoch": epochs[number]}).encoded for number in (1, 2)}
+        send(client, signature, "activate", revision=damaged).raise_for_status()
+        server.kill()
+        flip_a_byte(server.database, damaged)
+        server.restart()
+
+        def is_refused(answer: httpx.Response) -> bool:
+            problem = unpack(answer.content)
+            assert problem["type"] == "urn:bucketplan:problem:quarantined", problem
+            return (answer.status_code, problem["signature"], problem["revision"]) == (503, signature, damaged)
+
+        # Twice: the second is answered with what the first left in memory.
+        for _ in range(2):
+            assert is_refused(client.get(f"/v1/plans/{signature}", headers=MSGPACK))
+            assert is_refused(client.get(f"/v1/plans/{signature}/revisions/{damaged}", headers=MSGPACK))
+            for number in (1, 2):
+                headers = MSGPACK | {"Bucketplan-Epoch": epochs[number]}
+                answer = client.get(f"/v1/plans/{signature}", headers=headers)
+                assert is_refused(answer) if number == damaged else answer.content == plans[number]
+        assert server.metric("bucketplan_quarantined_total") == 1
+        assert send(client, signature, "activate", revision=whole).status_code == 200
+        for _ in range(2):
+            assert plan(client, signature).encoded == plans[whole]
+        again = client.post("/v1/plans", content=plan_body(request), headers=MSGPACK)
+        assert (again.status_code, again.content) == (200, plans[whole])
+        assert is_refused(send(client, signature, "activate", revision=damaged))
+        findings = client.get("/v1/events/verify").json()["findings"]
+        assert [finding["where"] for finding in findings] == [f"revisions[{signature}, {damaged}].plan"]
 
 
 def test_known_plans_are_served_and_new_ones_refused_while_the_store_is_away(tmp_path):

@@ -24,6 +24,7 @@ from bucketplan_server.metrics import Metrics
 from bucketplan_server.pages.places import login_redirect
 from bucketplan_server.pages.problem import refusal
 from bucketplan_server.problems import Problem
+from bucketplan_server.store.plans import Damaged
 
 __all__ = ["TRUSTED_PROXIES", "Front"]
 
@@ -128,6 +129,8 @@ class Front:
                 if fixed is None:
                     return None
                 served = fixed.active
+        if isinstance(served, Damaged):
+            return None
         is_known = known and (served.etag in known or known == b"*")
         if gzip and served.gzipped is not None:
             return served.not_modified_weak if is_known else served.gzipped

@@ -72,12 +72,13 @@ class PlanRow:
 
 
 class Damaged(Exception):
-    """Bytes in the store are not what their digest says; they must not be served."""
+    """Bytes in the store are not what their digest says; they must not be served. `known`: quarantine says so."""
 
-    def __init__(self, signature: str, revision: int, detail: str) -> None:
+    def __init__(self, signature: str, revision: int, detail: str, *, known: bool = False) -> None:
         self.signature = signature
         self.revision = revision
         self.detail = detail
+        self.known = known
         super().__init__(f"revision {revision} of {signature}: {detail}")
 
 
@@ -88,23 +89,27 @@ def insert_or_ignore(connection: AsyncConnection, table: Table) -> Insert:
     return sqlite.insert(table).on_conflict_do_nothing()
 
 
-async def load_active(store: Store, signature: str) -> tuple[PlanRow, PlanRow] | None:
+async def load_active(store: Store, signature: str) -> tuple[PlanRow | Damaged, PlanRow | Damaged] | None:
     """The active revision (of no particular job) and the planner's own; None for an unknown signature.
 
-    Raises `Damaged` for a revision whose bytes changed or that was found damaged before, `StoreError`.
+    A `Damaged` stands for a revision whose bytes changed or that was found damaged before: the other is served all the
+    same. Raises `StoreError`.
     """
     async with store.read() as connection:
         return await _load_active(connection, signature)
 
 
 async def load_revision(store: Store, signature: str, digest: str) -> PlanRow | None:
-    """The oldest revision of `signature` with this decision digest; raises `Damaged`, `StoreError`."""
+    """A revision of `signature` with this decision digest, the oldest that is not in quarantine.
+
+    Raises `Damaged`, `StoreError`.
+    """
     async with store.read() as connection:
         query = (
             select(revisions, quarantine.c.detail)
             .outerjoin(quarantine, _in_quarantine())
             .where(revisions.c.signature == signature, revisions.c.digest == digest)
-            .order_by(revisions.c.revision)
+            .order_by(quarantine.c.detail.is_not(None), revisions.c.revision)
             .limit(1)
         )
         row = (await connection.execute(query)).mappings().first()
@@ -112,12 +117,15 @@ async def load_revision(store: Store, signature: str, digest: str) -> PlanRow | 
 
 
 async def load_decision(store: Store, digest: str) -> PlanRow | None:
-    """The oldest revision of any signature with this decision digest; raises `Damaged`, `StoreError`."""
+    """A revision of any signature with this decision digest, the oldest that is not in quarantine.
+
+    Raises `Damaged`, `StoreError`.
+    """
     query = (
         select(revisions, quarantine.c.detail)
         .outerjoin(quarantine, _in_quarantine())
         .where(revisions.c.digest == digest)
-        .order_by(revisions.c.created_ns, revisions.c.signature, revisions.c.revision)
+        .order_by(quarantine.c.detail.is_not(None), revisions.c.created_ns, revisions.c.signature, revisions.c.revision)
         .limit(1)
     )
     async with store.read() as connection:
@@ -148,10 +156,12 @@ async def load_requests(store: Store, wanted: Collection[str]) -> dict[str, byte
     return found
 
 
-async def store_planned(store: Store, planned: Planned, cause: Cause) -> tuple[PlanRow, PlanRow, bool]:
+async def store_planned(
+    store: Store, planned: Planned, cause: Cause
+) -> tuple[PlanRow | Damaged, PlanRow | Damaged, bool]:
     """Store a new signature with its plan as revision 1, unless somebody was first; answers what is stored.
 
-    The last value says whether this call stored it. The active revision, then the planner's own.
+    The last value says whether this call stored it. The active revision, then the planner's own, as `load_active`.
     """
     now = time.time_ns()
     async with store.write() as connection:
@@ -239,28 +249,38 @@ async def quarantine_revision(store: Store, damaged: Damaged) -> None:
             )
 
 
-async def _load_active(connection: AsyncConnection, signature: str) -> tuple[PlanRow, PlanRow] | None:
+async def _load_active(
+    connection: AsyncConnection, signature: str
+) -> tuple[PlanRow | Damaged, PlanRow | Damaged] | None:
     rows = (await connection.execute(_ACTIVE, {"wanted": signature})).mappings().all()
     if not rows:
         return None
-    return _checked(rows[-1]), _checked(rows[0])
+    first = _read(rows[0])
+    return (first if len(rows) == 1 else _read(rows[-1])), first
 
 
 def _checked(row: RowMapping) -> PlanRow:
+    found = _read(row)
+    if isinstance(found, Damaged):
+        raise found
+    return found
+
+
+def _read(row: RowMapping) -> PlanRow | Damaged:
     """The row, unless its bytes are not what was stored."""
     signature, revision, plan = row["signature"], row["revision"], row["plan"]
     if row["detail"] is not None:
-        raise Damaged(signature, revision, row["detail"])
+        return Damaged(signature, revision, row["detail"], known=True)
     if not isinstance(plan, bytes):
-        raise Damaged(signature, revision, f"the plan is stored as {type(plan).__name__}, not as bytes")
+        return Damaged(signature, revision, f"the plan is stored as {type(plan).__name__}, not as bytes")
     if digest_of(plan) != row["plan_sha256"]:
-        raise Damaged(
+        return Damaged(
             signature, revision, f"the plan's bytes hash to {digest_of(plan)}, stored was {row['plan_sha256']}"
         )
     try:
         decoded = Plan.decode(plan, expected_signature=signature)
     except BucketplanError as error:
-        raise Damaged(signature, revision, f"the plan cannot be read: {error}") from None
+        return Damaged(signature, revision, f"the plan cannot be read: {error}")
     if decoded.digest != row["digest"]:
-        raise Damaged(signature, revision, f"the decision hashes to {decoded.digest}, stored was {row['digest']}")
+        return Damaged(signature, revision, f"the decision hashes to {decoded.digest}, stored was {row['digest']}")
     return PlanRow(signature=signature, revision=revision, digest=row["digest"], plan=plan)

@@ -150,7 +150,7 @@ async def add_revision(request: Request, state: State, signature: Signature) -> 
     openapi_extra=body_of(_ACTIVATE_BODY, "attempts that are open keep the epoch they have"),
     responses={
         200: both(obj({"before": {"type": ["integer", "null"]}, "signature": DIGEST}), "what was active before"),
-        **problems(*_WRITE_PROBLEMS),
+        **problems(*_WRITE_PROBLEMS, "quarantined"),
     },
 )
 async def activate(request: Request, state: State, caller: Caller, signature: Signature) -> Response:
