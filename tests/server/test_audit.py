@@ -2,12 +2,16 @@
 
 import asyncio
 import contextlib
+import itertools
 import random
 import shutil
 import sqlite3
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -24,7 +28,7 @@ from tests.server.test_attempts import open_attempt, report
 from tests.server.test_profiles import measured
 from tests.server.test_revisions import known, send
 from tests.support import counts
-from tests.support.server import running_server
+from tests.support.server import RunningServer, running_server
 
 TABLES = (
     "active", "attempts", "epochs", "events", "hardware_profiles", "job_signatures", "profiles", "quarantine",
@@ -100,6 +104,38 @@ def checker(database: Path) -> Iterator[Callable[[], Verification]]:
             runner.run(store.close())
 
 
+@contextlib.contextmanager
+def activations(server: RunningServer) -> Iterator[None]:
+    """Operators who change what is served, one transaction after the other, until the block ends."""
+    stop = threading.Event()
+
+    def flip(number: int) -> int:
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            signature = known(client, number).signature
+            send(client, signature, "revisions", options={"strategy": "none"}).raise_for_status()
+            for count in itertools.count(1):
+                send(client, signature, "activate", revision=1 + count % 2).raise_for_status()
+                if stop.is_set():
+                    return count
+        raise AssertionError
+
+    with ThreadPoolExecutor() as pool:
+        flips = [pool.submit(flip, number) for number in range(3)]
+        try:
+            wait_for_events(server, 9)
+            yield
+        finally:
+            stop.set()
+    assert min(flip.result() for flip in flips) > 1
+
+
+def wait_for_events(server: RunningServer, number: int) -> None:
+    deadline = time.monotonic() + 30
+    while not httpx.get(f"{server.url}/v1/events?after={number - 1}&limit=1").json()["events"]:
+        assert time.monotonic() < deadline, "nothing happens"
+        time.sleep(0.01)
+
+
 def columns(database: Path) -> list[tuple[str, str]]:
     with contextlib.closing(sqlite3.connect(database)) as connection:
         return [
@@ -121,6 +157,11 @@ def test_an_honest_history_verifies_with_every_plan_planned_again(history):
     assert found.findings == ()
     assert found.num_replayed == found.num_revisions == 6
     assert found.unreplayed == ()
+
+
+def test_a_verification_beside_a_working_server_finds_nothing(tmp_path):
+    with running_server(tmp_path) as server, activations(server):
+        assert [check(server.database).findings for _ in range(12)] == [()] * 12
 
 
 def test_every_cell_of_the_database_is_covered(history, tmp_path):

@@ -18,7 +18,7 @@ from bucketplan_core.wire import unpack
 from bucketplan_server.store.engine import open_store
 from bucketplan_server.store.jobs import prune_reports
 from tests.server.test_attempts import open_attempt, report
-from tests.server.test_audit import check
+from tests.server.test_audit import activations, check
 from tests.server.test_revisions import known, plan, send
 from tests.support import counts
 from tests.support.documents import MSGPACK, plan_body, profile_of, small_request
@@ -163,6 +163,13 @@ def test_known_plans_are_served_and_new_ones_refused_while_the_database_is_away(
         while client.post("/v1/plans", content=plan_body(new), headers=MSGPACK).status_code != 201:
             assert time.monotonic() < deadline, "the server did not recover"
         assert client.get("/v1/events/verify").json()["findings"] == []
+
+
+def test_a_verification_beside_activations_finds_nothing(tmp_path, postgres):
+    with running_server(tmp_path, database=postgres.new_database()) as server:
+        with activations(server), httpx.Client(base_url=server.url, timeout=60) as client:
+            found = [client.get("/v1/events/verify").json()["findings"] for _ in range(12)]
+        assert found == [[]] * 12
 
 
 def run_program(*command: object) -> subprocess.CompletedProcess[str]:

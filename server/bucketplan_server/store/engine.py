@@ -66,10 +66,13 @@ class Store:
         self, engine: AsyncEngine, *, timeout_seconds: float, lock: FileLock | None = None, path: Path | None = None
     ) -> None:
         self._engine = engine
+        self.is_postgres = engine.dialect.name == "postgresql"
+        # The begin statement carries it, so that a snapshot costs nothing.
+        snapshot = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True} if self.is_postgres else {}
+        self._reading = engine.execution_options(**snapshot)
         self.path = path
         self._timeout = timeout_seconds
         self._lock = lock
-        self.is_postgres = engine.dialect.name == "postgresql"
         self._planners = (
             create_async_engine(engine.url, poolclass=NullPool, isolation_level="AUTOCOMMIT")
             if self.is_postgres
@@ -79,14 +82,14 @@ class Store:
 
     @contextlib.asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncConnection]:
-        """A consistent view; raises `StoreError`."""
-        async with self._transaction() as connection:
+        """One state of the database for the whole block, whatever others commit meanwhile; raises `StoreError`."""
+        async with self._transaction(self._reading) as connection:
             yield connection
 
     @contextlib.asynccontextmanager
     async def write(self) -> AsyncIterator[AsyncConnection]:
         """All or nothing, one writer at a time over every replica; durable when the block has ended."""
-        async with self._transaction() as connection:
+        async with self._transaction(self._engine) as connection:
             await self._order_writers(connection)
             yield connection
 
@@ -96,7 +99,7 @@ class Store:
         Only reaching the database is bounded in time: a migration of large tables, here or in the replica that has the
         lock, takes as long as it takes.
         """
-        async with self._transaction(bounded=False) as connection:
+        async with self._transaction(self._engine, bounded=False) as connection:
             await self._order_writers(connection)
             await connection.run_sync(upgrade)
 
@@ -157,10 +160,10 @@ class Store:
             self._lock.release()
 
     @contextlib.asynccontextmanager
-    async def _transaction(self, *, bounded: bool = True) -> AsyncIterator[AsyncConnection]:
+    async def _transaction(self, engine: AsyncEngine, *, bounded: bool = True) -> AsyncIterator[AsyncConnection]:
         """A transaction that begins in time, and where it is `bounded` ends in time."""
         try:
-            async with asyncio.timeout(self._timeout) as deadline, self._engine.begin() as connection:
+            async with asyncio.timeout(self._timeout) as deadline, engine.begin() as connection:
                 if not bounded:
                     deadline.reschedule(None)
                 yield connection
@@ -242,7 +245,15 @@ async def open_store(database: str, *, timeout_seconds: float) -> Store:
             raise
         engine = _sqlite(url)
     else:
-        engine = create_async_engine(url, pool_size=8, max_overflow=8, pool_pre_ping=True, pool_timeout=timeout_seconds)
+        engine = create_async_engine(
+            url,
+            pool_size=8,
+            max_overflow=8,
+            pool_pre_ping=True,
+            pool_timeout=timeout_seconds,
+            # A writer must see what was committed while it waited for its turn, whatever the database's own default is.
+            isolation_level="READ COMMITTED",
+        )
     store = Store(engine, timeout_seconds=timeout_seconds, lock=lock, path=path)
     async with _opening(store, database):
         await store.bring_up_to_date()
@@ -283,7 +294,10 @@ def _read_only(url: URL) -> AsyncEngine:
     if not path.is_file():
         raise StoreError(f"there is no file {path}; name another with --database (BUCKETPLAN_DATABASE)")
     reading = URL.create("sqlite+aiosqlite", database=f"file:{quote(str(path))}", query={"mode": "ro", "uri": "true"})
-    return create_async_engine(reading, pool_size=1, max_overflow=0)
+    engine = create_async_engine(reading, pool_size=1, max_overflow=0)
+    # Without BEGIN each statement would see a state of its own.
+    _begin_with(engine, "BEGIN")
+    return engine
 
 
 async def _refuse_damage(path: Path) -> None:
@@ -321,15 +335,21 @@ def _sqlite(url: URL) -> AsyncEngine:
 
     @event.listens_for(engine.sync_engine, "connect")
     def _configure(connection: Any, _record: Any) -> None:
-        # The driver must not open transactions by itself: it would begin them deferred and deadlock on upgrade.
-        connection.isolation_level = None
         cursor = connection.cursor()
         for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=5000"):
             cursor.execute(f"PRAGMA {pragma}")
         cursor.close()
 
+    _begin_with(engine, "BEGIN IMMEDIATE")
+    return engine
+
+
+def _begin_with(engine: AsyncEngine, statement: str) -> None:
+    @event.listens_for(engine.sync_engine, "connect")
+    def _leave_transactions_alone(connection: Any, _record: Any) -> None:
+        # The driver must not open transactions by itself: it would begin them deferred and deadlock on upgrade.
+        connection.isolation_level = None
+
     @event.listens_for(engine.sync_engine, "begin")
     def _begin(connection: Any) -> None:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
-
-    return engine
+        connection.exec_driver_sql(statement)
