@@ -62,8 +62,11 @@ class Access:
         return principal
 
     def check_again(self, scope: Scope) -> None:
-        """Raises ``unauthorized`` where the token that let a call in no longer would: after the call has waited."""
-        if not self.table.required:
+        """Raises ``unauthorized`` where the token that let a call in no longer would: after the call has waited.
+
+        Whoever waited for a caller, its body included, asks this before it does something for that caller.
+        """
+        if not self.table.required or is_public(scope["path"]):
             return
         secret, _ = _credentials(dict(scope["headers"]))
         if secret is None or self.table.valid(secret) is None:

@@ -39,9 +39,16 @@ def too_large(limit: int, *, of_call: bool = False, inflated: bool = False) -> P
 async def read_body(request: Request, *, most: int | None = None) -> bytes:
     """The body, inflated, of at most `BUCKETPLAN_MAX_BODY_BYTES` and of at most `most` where that is less.
 
-    Raises ``body-too-large`` at the first byte above the limit, without reading on.
+    Raises ``body-too-large`` at the first byte above the limit, without reading on, and ``unauthorized`` where the
+    caller's token ended while the body came.
     """
-    set_limit: int = request.app.state.parts.settings.max_body_bytes
+    parts = request.app.state.parts
+    data = await _read(request, parts.settings.max_body_bytes, most)
+    parts.access.check_again(request.scope)
+    return data
+
+
+async def _read(request: Request, set_limit: int, most: int | None) -> bytes:
     limit = set_limit if most is None else min(most, set_limit)
     of_call = limit < set_limit
     encoding = request.headers.get("content-encoding", "identity").strip().lower()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated
 
 from fastapi import Depends
@@ -49,10 +50,15 @@ async def _state(request: Request) -> AppState:
 State = Annotated[AppState, Depends(_state)]
 
 
-def cause_of(request: Request, reason: str) -> Cause:
-    """Who made this call, for the audit log."""
+def cause_of(request: Request, reason: str, *, is_shared: bool = False) -> Cause:
+    """Who made this call, for the audit log, which refuses the change where their token ended meanwhile.
+
+    A change that is made for others too, who wait for it, is not theirs alone: `is_shared`.
+    """
     principal = principal_of(request)
     client = request.client
-    if principal is ANYONE and client is not None:
-        return Cause(actor=f"{principal.name}@{client.host}", reason=reason)
-    return Cause(actor=principal.name, reason=reason)
+    actor = f"{principal.name}@{client.host}" if principal is ANYONE and client is not None else principal.name
+    if is_shared:
+        return Cause(actor, reason)
+    state: AppState = request.app.state.parts
+    return Cause(actor, reason, partial(state.access.check_again, request.scope))

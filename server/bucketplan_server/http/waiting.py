@@ -16,6 +16,8 @@ T = TypeVar("T")
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled when the caller goes away; raises `ClientDisconnect` then.
 
+    Raises ``unauthorized`` where the caller's token ended meanwhile, whatever came of the work.
+
     The protocol server lets a handler run on for a connection that ended, so those who left would go on waiting beside
     those who came again. The body of the call must have been read, or be none.
     """
@@ -25,6 +27,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ClientDisconnect
+        request.app.state.parts.access.check_again(request.scope)
         return working.result()
     finally:
         for task in (working, leaving):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import insert, select
@@ -21,10 +21,14 @@ FIRST_PREVIOUS = "0" * 64
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Who changed something, and why."""
+    """Who changed something, and why.
+
+    `still_allowed` raises where whoever it is may no longer do so; every change asks it inside its transaction.
+    """
 
     actor: str
     reason: str
+    still_allowed: Callable[[], None] | None = field(default=None, compare=False, repr=False)
 
 
 async def append_event(
@@ -39,8 +43,11 @@ async def append_event(
 ) -> int:
     """Add one event to the log inside the caller's write transaction; answers its number.
 
-    `at_ns` is the time that the rows of the same change carry.
+    `at_ns` is the time that the rows of the same change carry. Raises what `cause.still_allowed` raises, which undoes
+    the change.
     """
+    if cause.still_allowed is not None:
+        cause.still_allowed()
     last = (
         await connection.execute(select(events.c.seq, events.c.digest).order_by(events.c.seq.desc()).limit(1))
     ).first()

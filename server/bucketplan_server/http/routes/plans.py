@@ -74,10 +74,7 @@ async def get_plan(
     try:
         entry = await while_connected(request, state.plans.find(signature, wait_seconds=wait))
     except Pending:
-        state.access.check_again(request.scope)
         return _pending(signature, encoding, state)
-    if wait:
-        state.access.check_again(request.scope)
     if entry is None:
         raise unknown_signature(signature)
     return plan_answer(request, await state.plans.under(entry, _epoch(request)), encoding)
@@ -127,12 +124,10 @@ async def post_plan(request: Request, state: State) -> Response:
         canonical = await state.pool.canonicalize(data)
         signature, encoded, profile = canonical.signature, canonical.request, canonical.profile
     try:
-        posted = state.plans.post(signature, encoded, profile, cause_of(request, "first request"))
+        posted = state.plans.post(signature, encoded, profile, cause_of(request, "first request", is_shared=True))
         entry, created = await while_connected(request, posted)
     except Pending:
-        state.access.check_again(request.scope)
         return _pending(signature, encoding, state)
-    state.access.check_again(request.scope)
     served = await state.plans.under(entry, _epoch(request))
     return plan_answer(request, served, encoding, status=201 if created else 200)
 
