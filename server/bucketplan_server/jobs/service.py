@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import structlog
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 
-from bucketplan_core.attempt import OPEN_SLOT, AttemptRequest, RankReport
+from bucketplan_core.attempt import AttemptRequest, RankReport
 from bucketplan_core.collectives import Options
 from bucketplan_core.epoch import Epoch, complete_options
 from bucketplan_core.errors import BucketplanError
@@ -19,6 +19,7 @@ from bucketplan_core.planners import find_planner
 from bucketplan_core.presets import GroupShape, resolve_measured
 from bucketplan_core.wire import WireValue, unpack
 from bucketplan_server.access.principal import bare_job
+from bucketplan_server.jobs.divergence import Divergences
 from bucketplan_server.jobs.state import Verdict
 from bucketplan_server.jobs.states import States
 from bucketplan_server.jobs.watch import Key, Reading, Watchers
@@ -46,7 +47,6 @@ from bucketplan_server.store.plans import PlanRow
 
 __all__ = ["JobService", "Opened"]
 
-_KEPT_DIGESTS = 100_000
 _KEPT_PARTICIPANTS = 64
 _KEPT_ATTEMPTS = 64
 _NS = 1_000_000_000
@@ -97,7 +97,7 @@ class JobService:
         self._writing = asyncio.Lock()
         self._flushes: set[asyncio.Task[None]] = set()
         self._expected: Recent[Key, frozenset[int]] = Recent(_KEPT_PARTICIPANTS)
-        self._agreed: dict[tuple[object, ...], str] = {}
+        self._divergences = Divergences(store, metrics)
         self._log = structlog.get_logger("bucketplan_server")
 
     async def open(self, job: str, request: AttemptRequest, cause: Cause) -> Opened:
@@ -290,36 +290,14 @@ class JobService:
             else:
                 done.set_exception(problem)
         self._metrics.tallies["bucketplan_reports_total", ""] += new
+        # Repeated ones too: the server that stored them may have ended before it looked at them.
+        taken = (report for report, refused in zip(reports, refusals, strict=True) if refused is None)
+        self._divergences.watch(job, attempt, taken)
         if new:
-            for report, refused in zip(reports, refusals, strict=True):
-                if refused is None:
-                    self._watch(job, attempt, report)
             self.watchers.changed((job, attempt))
 
     def _told(self, error: Exception) -> Exception:
         return self._plans.store_unavailable(error) if isinstance(error, StoreError) else error
-
-    def _watch(self, job: str, attempt: int, report: RankReport) -> None:
-        """Say at once when ranks of one group report different digests; people should not have to ask."""
-        if report.slot == OPEN_SLOT:
-            return
-        if len(self._agreed) > _KEPT_DIGESTS:
-            self._agreed.clear()
-        for role, digest in report.digests.items():
-            key = (job, attempt, role, report.members.get(role), report.slot, report.ordinal)
-            first = self._agreed.setdefault(key, digest)
-            if first != digest:
-                self._metrics.count("bucketplan_divergences_total")
-                self._log.warning(
-                    "attempt.diverged",
-                    job=job,
-                    attempt=attempt,
-                    role=role,
-                    slot=report.slot,
-                    rank=report.rank,
-                    digest=digest,
-                    others=first,
-                )
 
     async def _with_figures(self, request: AttemptRequest) -> Mapping[str, WireValue]:
         """The leader's options with the figures of the stored profiles that it names; raises ``unknown-profile``."""

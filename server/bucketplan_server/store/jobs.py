@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sqlalchemy import ColumnElement, LargeBinary, RowMapping, Select, delete, func, insert, or_, select, tuple_
@@ -32,16 +32,19 @@ __all__ = [
     "load_epoch",
     "load_pruned",
     "load_reports",
+    "load_reports_of",
     "mark_of_reports",
     "of_namespace",
     "open_attempt",
     "opened_before",
     "prune_reports",
+    "ranks_that_reported",
     "reported_in",
     "store_reports",
 ]
 
 _RANKS_PER_QUERY = 200
+_RANKS_PER_LOOK = 1_000
 _REPORTS_PER_QUERY = 500
 _PRUNED = "reports.pruned"
 
@@ -312,13 +315,8 @@ async def _known_reports(
     connection: AsyncConnection, job: str, attempt: int, ranks: set[int]
 ) -> dict[tuple[int, str, int], bytes]:
     known: dict[tuple[int, str, int], bytes] = {}
-    ordered = sorted(ranks)
-    for start in range(0, len(ordered), _RANKS_PER_QUERY):
-        query = select(reports).where(
-            reports.c.job == job,
-            reports.c.attempt == attempt,
-            reports.c.rank.in_(ordered[start : start + _RANKS_PER_QUERY]),
-        )
+    for part in _parts(ranks):
+        query = select(reports).where(reports.c.job == job, reports.c.attempt == attempt, reports.c.rank.in_(part))
         for row in (await connection.execute(query)).mappings():
             known[row["rank"], row["slot"], row["ordinal"]] = row["report"]
     return known
@@ -378,6 +376,41 @@ async def load_reports(store: Store, job: str, attempt: int) -> AsyncIterator[li
         if len(rows) < _REPORTS_PER_QUERY:
             return
         last = (rows[-1].rank, rows[-1].slot, rows[-1].ordinal)
+
+
+async def ranks_that_reported(
+    store: Store, job: str, attempt: int, slot: str, ordinal: int, ranks: Collection[int] | None
+) -> dict[int, int]:
+    """When each of these ranks that has reported this graph did (ns), of any rank where `ranks` is None."""
+    graph = select(reports.c.rank, reports.c.received_ns).where(*_of_graph(job, attempt, slot, ordinal))
+    asked = [None] if ranks is None else _parts(ranks, _RANKS_PER_LOOK)
+    found: dict[int, int] = {}
+    for part in asked:
+        query = graph if part is None else graph.where(reports.c.rank.in_(part))
+        async with store.read() as connection:
+            found |= {row.rank: row.received_ns for row in await connection.execute(query)}
+    return found
+
+
+async def load_reports_of(
+    store: Store, job: str, attempt: int, slot: str, ordinal: int, ranks: Collection[int]
+) -> AsyncIterator[list[StoredReport]]:
+    """What these ranks reported of one graph, in pieces of a transaction each."""
+    graph = select(reports.c.rank, reports.c.report).where(*_of_graph(job, attempt, slot, ordinal))
+    for part in _parts(ranks):
+        async with store.read() as connection:
+            rows = (await connection.execute(graph.where(reports.c.rank.in_(part)))).all()
+        yield [StoredReport(row.rank, row.report) for row in rows]
+
+
+def _of_graph(job: str, attempt: int, slot: str, ordinal: int) -> tuple[ColumnElement[bool], ...]:
+    of_attempt = (reports.c.job == job, reports.c.attempt == attempt)
+    return (*of_attempt, reports.c.slot == slot, reports.c.ordinal == ordinal)
+
+
+def _parts(ranks: Collection[int], size: int = _RANKS_PER_QUERY) -> list[list[int]]:
+    ordered = sorted(ranks)
+    return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
 
 def _attempt(row: RowMapping) -> Attempt:

@@ -1,0 +1,138 @@
+"""Saying at once when ranks of one group report different digests: people should not have to ask.
+
+What this process has seen is compared in memory. Of a group that it has not seen before, the other side may have
+reached another replica, or this server before it was restarted, so the store is asked once, after the report is stored
+there: of two replicas that each store one side, the one that stores last finds the other's. Both may find each other's;
+then both count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import structlog
+
+from bucketplan_core.attempt import OPEN_SLOT, RankReport
+from bucketplan_core.errors import DecodeError
+from bucketplan_server.jobs.evidence import ReportDecoder
+from bucketplan_server.metrics import Metrics
+from bucketplan_server.recent import Recent
+from bucketplan_server.store.engine import Store, StoreError
+from bucketplan_server.store.jobs import load_reports_of, ranks_that_reported
+
+__all__ = ["Divergences"]
+
+_KEPT_GROUPS = 100_000
+_MOST_COMPARED = 256
+"""Reports of others that a group's first one is compared with: those that were stored first."""
+
+
+class _Group(NamedTuple):
+    """A group's graph in an attempt; `members` as its ranks name them, None where they do not."""
+
+    job: str
+    attempt: int
+    slot: str
+    ordinal: int
+    role: str
+    members: tuple[int, ...] | None
+
+
+class Divergences:
+    """Counts and logs reports that contradict others of their group."""
+
+    def __init__(self, store: Store, metrics: Metrics) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._agreed: Recent[_Group, str] = Recent(_KEPT_GROUPS)
+        self._asking: dict[_Group, list[RankReport]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._log = structlog.get_logger("bucketplan_server")
+
+    def watch(self, job: str, attempt: int, reports: Iterable[RankReport]) -> None:
+        """Look at reports that are stored by now; a report that is repeated counts again."""
+        new: dict[tuple[str, int], list[_Group]] = {}
+        for report in reports:
+            if report.slot == OPEN_SLOT:
+                continue
+            for role in report.digests:
+                group = _Group(job, attempt, report.slot, report.ordinal, role, report.members.get(role))
+                known = self._agreed.get(group)
+                if known is not None:
+                    self._compare(group, report, (known,))
+                elif group in self._asking:
+                    self._asking[group].append(report)
+                else:
+                    self._asking[group] = [report]
+                    new.setdefault((report.slot, report.ordinal), []).append(group)
+        for groups in new.values():
+            task = asyncio.create_task(self._ask(groups))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _ask(self, groups: Sequence[_Group]) -> None:
+        """Compare what waits for these groups, of one graph, with what the store has of them."""
+        try:
+            stored = await self._stored(groups)
+        except (StoreError, DecodeError) as error:
+            # Among each other they are compared; the next report of the group asks again.
+            self._log.warning("store.failed", detail=str(error))
+            stored = None
+        finally:
+            waited = {group: self._asking.pop(group) for group in groups}
+        for group, reports in waited.items():
+            found = (stored or {}).get(group) or [reports[0].digests[group.role]]
+            for report in reports:
+                self._compare(group, report, found)
+            if stored is not None:
+                self._agreed.put(group, found[0])
+
+    async def _stored(self, groups: Sequence[_Group]) -> dict[_Group, list[str]]:
+        """Digests by group that other ranks than those at hand have stored, the one that was stored first in front."""
+        job, attempt, slot, ordinal = groups[0][:4]
+        at_hand = {group: {report.rank for report in self._asking[group]} for group in groups}
+        unnamed = any(group.members is None for group in groups)
+        ranks = None if unnamed else {rank for group in groups for rank in group.members or ()}
+        times = await ranks_that_reported(self._store, job, attempt, slot, ordinal, ranks)
+        others = {
+            group: sorted(
+                (rank for rank in (times if group.members is None else group.members) if rank in times),
+                key=lambda rank: (times[rank], rank),
+            )
+            for group in groups
+        }
+        wanted = {
+            group: [rank for rank in found if rank not in at_hand[group]][:_MOST_COMPARED]
+            for group, found in others.items()
+        }
+        decoder = ReportDecoder()
+        said: dict[int, RankReport] = {}
+        needed = {rank for found in wanted.values() for rank in found}
+        async for piece in load_reports_of(self._store, job, attempt, slot, ordinal, needed):
+            for one in await asyncio.to_thread(lambda: [decoder.decode(stored) for stored in piece]):  # noqa: B023  # awaited
+                said[one.rank] = one
+        digests: dict[_Group, list[str]] = {}
+        for group, found in wanted.items():
+            for report in (said[rank] for rank in found if rank in said):
+                if report.members.get(group.role) == group.members and group.role in report.digests:
+                    digests.setdefault(group, []).append(report.digests[group.role])
+        return {group: list(dict.fromkeys(found)) for group, found in digests.items()}
+
+    def _compare(self, group: _Group, report: RankReport, known: Sequence[str]) -> None:
+        digest = report.digests[group.role]
+        other = next((one for one in known if one != digest), None)
+        if other is None:
+            return
+        self._metrics.count("bucketplan_divergences_total")
+        self._log.warning(
+            "attempt.diverged",
+            job=group.job,
+            attempt=group.attempt,
+            role=group.role,
+            slot=group.slot,
+            rank=report.rank,
+            digest=digest,
+            others=other,
+        )
