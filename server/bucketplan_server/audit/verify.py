@@ -28,6 +28,7 @@ from bucketplan_server.planner.describe import request_facts
 from bucketplan_server.planner.planned import RevisionJob
 from bucketplan_server.store.engine import Store, StoreError
 from bucketplan_server.store.integrity import file_damage, foreign_key_damage
+from bucketplan_server.store.plans import PLANNER_REVISION
 from bucketplan_server.store.tables import (
     active,
     attempts,
@@ -307,15 +308,18 @@ class _Run:
                 "digest", "options", "origin", "parent", "plan_sha256", "planner", "created_ns", "actor", "reason",
             ):  # fmt: skip
                 self._compare(f"{where}.{column}", is_now[column], said.get(column), found)
-            if revision == 1 and signature in self._signatures:
+            if revision == PLANNER_REVISION and signature in self._signatures:
                 profile, created_ns, actor = self._signatures[signature]
                 at = f"signatures[{signature}]"
                 self._compare(f"{at}.profile", profile, said.get("profile"), found)
                 self._compare(f"{at}.created_ns", created_ns, found.at_ns, found)
                 self._compare(f"{at}.actor", actor, found.actor, found)
         for signature in self._signatures:
-            if (signature, 1) not in self._revisions:
-                self._find(f"revisions[{signature}, 1]", "is missing: the signature has no plan of the planner")
+            if (signature, PLANNER_REVISION) not in self._revisions:
+                self._find(
+                    f"revisions[{signature}, {PLANNER_REVISION}]",
+                    "is missing: the signature has no plan of the planner",
+                )
         for name, event in self.chain.quarantined.items():
             row_found = self._quarantined.get(name)
             expected = (event.at_ns, event.body.get("detail"))

@@ -18,7 +18,7 @@ from bucketplan_server.beside import SORTED_REPORTS, beside
 from bucketplan_server.store.arrivals import RefusedReport, sort_arrivals
 from bucketplan_server.store.engine import Store
 from bucketplan_server.store.events import Cause, append_event
-from bucketplan_server.store.plans import PLANNER_REVISION, insert_or_ignore
+from bucketplan_server.store.plans import ACTIVE_PLANS, IS_OVERRIDE, insert_or_ignore
 from bucketplan_server.store.tables import active, attempts, epochs, events, job_signatures, reports, revisions
 
 __all__ = [
@@ -165,11 +165,8 @@ async def _overrides(connection: AsyncConnection, job: str) -> dict[str, str]:
     reported = select(job_signatures.c.signature).where(job_signatures.c.job == job)
     mine = select(active.c.signature).where(active.c.job == job)
     query = (
-        select(active.c.signature, active.c.job, revisions.c.digest)
-        .join(
-            revisions,
-            (revisions.c.signature == active.c.signature) & (revisions.c.revision == active.c.revision),
-        )
+        select(active.c.signature, revisions.c.digest, IS_OVERRIDE.label("is_override"))
+        .select_from(ACTIVE_PLANS)
         .where(
             active.c.job.in_(("", job)),
             or_(active.c.signature.in_(reported), active.c.signature.in_(mine)),
@@ -177,14 +174,8 @@ async def _overrides(connection: AsyncConnection, job: str) -> dict[str, str]:
         # The job's own choice comes last and wins over the one for everybody.
         .order_by(active.c.job)
     )
-    chosen = {row.signature: row.digest for row in await connection.execute(query)}
-    own = select(revisions.c.signature, revisions.c.digest).where(
-        revisions.c.revision == PLANNER_REVISION,
-        or_(revisions.c.signature.in_(reported), revisions.c.signature.in_(mine)),
-    )
-    planned = {row.signature: row.digest for row in await connection.execute(own)}
-    # Another revision with the planner's own decision is no override: the bytes that ranks apply are the same.
-    return {signature: digest for signature, digest in chosen.items() if planned.get(signature) != digest}
+    chosen = {row.signature: row for row in await connection.execute(query)}
+    return {signature: row.digest for signature, row in chosen.items() if row.is_override}
 
 
 async def load_epoch(store: Store, epoch: str) -> Epoch | None:

@@ -9,6 +9,7 @@ from sqlalchemy import func, select, tuple_
 
 from bucketplan_server.store.engine import Store
 from bucketplan_server.store.jobs import of_namespace, reported_in
+from bucketplan_server.store.plans import ACTIVE_PLANS, IS_OVERRIDE
 from bucketplan_server.store.tables import active, attempts, events, revisions, signatures
 
 __all__ = ["Counts", "JobRow", "count_all", "latest_events", "latest_jobs"]
@@ -16,7 +17,7 @@ __all__ = ["Counts", "JobRow", "count_all", "latest_events", "latest_jobs"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """How much the store holds; `num_overridden` are signatures whose active plan is not the planner's own."""
+    """How much the store holds; of `num_overridden` signatures somebody is served another plan than the planner's own."""
 
     num_plans: int
     num_revisions: int
@@ -45,7 +46,7 @@ async def count_all(store: Store) -> Counts:
             num_plans=await number(select(func.count()).select_from(signatures)),
             num_revisions=await number(select(func.count()).select_from(revisions)),
             num_overridden=await number(
-                select(func.count(func.distinct(active.c.signature))).where(active.c.revision != 1)
+                select(func.count(func.distinct(active.c.signature))).select_from(ACTIVE_PLANS).where(IS_OVERRIDE)
             ),
             num_jobs=await number(select(func.count(func.distinct(attempts.c.job)))),
             num_attempts=await number(select(func.count()).select_from(attempts)),

@@ -21,6 +21,8 @@ from bucketplan_server.store.events import Cause, append_event
 from bucketplan_server.store.tables import active, profiles, quarantine, revisions, signatures
 
 __all__ = [
+    "ACTIVE_PLANS",
+    "IS_OVERRIDE",
     "PLANNER_REVISION",
     "Damaged",
     "PlanRow",
@@ -37,6 +39,17 @@ __all__ = [
 PLANNER_REVISION = 1
 """Number of the planner's own plan of a signature."""
 _KEYS_PER_QUERY = 200
+_OWN = revisions.alias("planners_own")
+
+ACTIVE_PLANS = active.join(
+    revisions, (revisions.c.signature == active.c.signature) & (revisions.c.revision == active.c.revision)
+).outerjoin(_OWN, (_OWN.c.signature == active.c.signature) & (_OWN.c.revision == PLANNER_REVISION))
+"""Who is served which revision, with what `IS_OVERRIDE` needs."""
+IS_OVERRIDE = (active.c.revision != PLANNER_REVISION) & revisions.c.digest.is_distinct_from(_OWN.c.digest)
+"""Whether a row of `ACTIVE_PLANS` serves another decision than the planner's own.
+
+A revision with the planner's own decision is none: the bytes that ranks apply are the same.
+"""
 
 
 def _in_quarantine() -> ColumnElement[bool]:

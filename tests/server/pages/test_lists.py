@@ -32,10 +32,13 @@ def client(request, tmp_path_factory) -> Iterator[httpx.Client]:
 
 
 def filled(client: httpx.Client) -> httpx.Client:
-    """Three plans, one of them overridden, and 24 jobs, one of them started twice."""
-    first, *_ = [known(client, number) for number in range(3)]
+    """Three plans, one of them overridden, one by the same decision, and 24 jobs, one of them started twice."""
+    first, second, _ = [known(client, number) for number in range(3)]
     assert send(client, first.signature, "revisions", options={"strategy": "none"}).is_success
     assert send(client, first.signature, "activate", revision=2).is_success
+    # The planner's own decision under another number is the planner's own.
+    assert send(client, second.signature, "revisions", options={}).is_success
+    assert send(client, second.signature, "activate", revision=2).is_success
     for job in [*JOBS, JOBS[0]]:
         open_attempt(client, job, f"key-{next(_keys)}")
     return client
@@ -56,9 +59,9 @@ def rows(client: httpx.Client, address: str) -> tuple[list[str], str | None]:
 def test_the_overview_counts_what_is_stored(client):
     text = re.sub("<[^>]*>", " ", client.get("/").text)
     said = " ".join(text.split())
-    assert "Plans 3 4 revisions, 1 not the planner" in said
+    assert "Plans 3 5 revisions, 1 not the planner" in said
     assert "Jobs 24 25 attempts" in said
-    assert f"Events {3 + 2 + 25}" in said
+    assert f"Events {3 + 4 + 25}" in said
 
 
 def test_jobs_stand_in_the_order_of_their_last_start(client):

@@ -20,6 +20,7 @@ from bucketplan_server.http.negotiation import MSGPACK_TYPE, body_encoding
 from bucketplan_server.http.parameters import Signature
 from bucketplan_server.http.state import AppState, State, cause_of
 from bucketplan_server.problems import refuse
+from bucketplan_server.store.plans import PLANNER_REVISION
 from bucketplan_server.store.revisions import Activation, RevisionRow
 
 __all__ = ["router"]
@@ -119,7 +120,7 @@ async def add_revision(request: Request, state: State, signature: Signature) -> 
     encoding = wanted_encoding(request, default=body_encoding(request.headers.get("content-type")))
     fields = await read_document(request)
     try:
-        parent = fields.integer("parent", low=1) if "parent" in fields.keys(limit=16) else 1
+        parent = fields.integer("parent", low=1) if "parent" in fields.keys(limit=16) else PLANNER_REVISION
         cause = cause_of(request, fields.plain_text("reason", lines=True))
         kinds = [name for name in ("options", "buckets", "decision") if name in fields.keys(limit=16)]
         if len(kinds) != 1:
