@@ -81,7 +81,8 @@ def test_a_page_of_revisions_is_read_not_all_of_them(crowded):
     rows = r'<th scope="row" class="num"><a href="/plans/[0-9a-f]+\?revision=(\d+)"'
     address = f"/plans/{REQUEST.signature}"
     pages = [list(map(int, re.findall(rows, get(crowded, f"{address}?revisions={n}")))) for n in (1, 2, 3, 4)]
-    assert pages == [list(range(120, 70, -1)), list(range(70, 20, -1)), list(range(20, 0, -1)), []]
+    last = list(range(20, 0, -1))
+    assert pages == [list(range(120, 70, -1)), list(range(70, 20, -1)), last, last]
     newest = get(crowded, address)
     assert f"and {CROWD.num_jobs - 20} more jobs" in newest
     assert "job-00019" in newest

@@ -14,7 +14,6 @@ from starlette.responses import Response
 from bucketplan_core.collectives import Options
 from bucketplan_core.wire import unpack
 from bucketplan_server.access import Caller, Principal, needs
-from bucketplan_server.http.parameters import Signature
 from bucketplan_server.http.state import AppState, State, cause_of
 from bucketplan_server.pages.compare import MOST_CHANGES, compared
 from bucketplan_server.pages.options import FORM_FIELDS, changed_options, typed_options
@@ -22,6 +21,7 @@ from bucketplan_server.pages.plan import own_revisions, plan_page, shown_revisio
 from bucketplan_server.pages.render import page
 from bucketplan_server.pages.routing import (
     MAX_REASON_CHARACTERS,
+    AnySignature,
     PageRoute,
     Refusal,
     number_field,
@@ -47,7 +47,7 @@ _AS_EVERYONE = "everyone"
 
 
 @router.post("/plans/{signature}/replan", dependencies=[needs("operator")])
-async def replan(request: Request, state: State, caller: Caller, signature: Signature) -> Response:
+async def replan(request: Request, state: State, caller: Caller, signature: AnySignature) -> Response:
     """Step one shows what would change and stores nothing; step two, with `confirm`, stores and serves, or neither."""
     form = await read_form(request)
     try:
@@ -90,7 +90,7 @@ async def _replan(
 
 
 @router.post("/plans/{signature}/activate", dependencies=[needs("operator")])
-async def activate(request: Request, state: State, caller: Caller, signature: Signature) -> Response:
+async def activate(request: Request, state: State, caller: Caller, signature: AnySignature) -> Response:
     """Step one shows what would change; step two, with `confirm`, does it. Rolling back is the same.
 
     The form names a revision, or ``everyone`` to take back what one job has of its own.

@@ -14,7 +14,7 @@ from bucketplan_server.access import needs
 from bucketplan_server.http.state import AppState, State
 from bucketplan_server.pages.plan import revision_of
 from bucketplan_server.pages.render import page
-from bucketplan_server.pages.routing import PageRoute, Refusal, whole_signature
+from bucketplan_server.pages.routing import PageRoute, Refusal, typed_signature, whole_signature
 from bucketplan_server.planner.planned import Stored
 from bucketplan_server.problems import Problem
 
@@ -27,7 +27,8 @@ MOST_CHANGES = 100
 
 @router.get("/diff", dependencies=[needs("auditor")])
 async def diff(request: Request, state: State) -> Response:
-    given = {name: request.query_params.get(name, "").strip() for name in ("a", "b", "revision_a", "revision_b")}
+    given = {name: typed_signature(request, name) for name in ("a", "b")}
+    given |= {name: request.query_params.get(name, "").strip() for name in ("revision_a", "revision_b")}
     found, refusal = None, None
     if given["a"] or given["b"]:
         try:

@@ -35,11 +35,14 @@ _MOST_REASONS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanQuery:
-    """Which buckets to list: those with a member, module or id that contains `find`, `size` from number `start` on."""
+    """Which buckets to list: those with a member, module or id that contains `find`, `size` a page.
+
+    Beyond the last page it is the last one.
+    """
 
     find: str = ""
     order: Order = "launch"
-    start: int = 0
+    page: int = 1
     size: int = 50
 
 
@@ -68,6 +71,8 @@ class PlanView:
     groups: tuple[Mapping[str, WireValue], ...]
     num_segments: int
     rows: tuple[BucketRow, ...]
+    page: int
+    num_pages: int
     num_found: int
     num_buckets: int
     skipped: tuple[tuple[str, int], ...]
@@ -98,6 +103,8 @@ class BucketView:
 
     row: BucketRow
     members: tuple[MemberRow, ...]
+    page: int
+    num_pages: int
     previous: int | None
     following: int | None
     num_segments: int
@@ -124,7 +131,7 @@ def view_plan(stored: Stored, query: PlanQuery) -> PlanView:
         after = draw_timeline(cost, decision, found, scale_ns=scale)
         memory_before, memory_after = thin(traced.memory, plain), thin(found.memory, decision)
     indices = _ordered(request, decision, found, query)
-    shown = indices[query.start : query.start + query.size]
+    shown, number, num_pages = _page(indices, query.page, query.size)
     tree = None if found is None else _explained(request, profile, plan, shown)
     reasons = Counter(fixed.skipped or "not a collective that may be fused" for fixed in request.fixed)
     return PlanView(
@@ -132,6 +139,8 @@ def view_plan(stored: Stored, query: PlanQuery) -> PlanView:
         groups=tuple(group.to_wire() for group in request.groups),
         num_segments=request.num_segments,
         rows=_rows(request, decision, shown, tree, query.find),
+        page=number,
+        num_pages=num_pages,
         num_found=len(indices),
         num_buckets=len(decision.buckets),
         skipped=tuple(reasons.most_common(_MOST_REASONS)),
@@ -147,7 +156,7 @@ def view_plan(stored: Stored, query: PlanQuery) -> PlanView:
     )
 
 
-def view_bucket(stored: Stored, index: int, start: int, size: int) -> BucketView | None:
+def view_bucket(stored: Stored, index: int, page: int, size: int) -> BucketView | None:
     """One bucket of a revision, None where the decision has no bucket of this index; raises core's errors."""
     request, profile, plan = _decode(stored)
     decision = plan.decision
@@ -159,12 +168,14 @@ def view_bucket(stored: Stored, index: int, start: int, size: int) -> BucketView
         tree = None
     order = _launch_order(decision)
     at = order.index(index)
-    members = decision.buckets[index].members[start : start + size]
+    members, number, num_pages = _page(decision.buckets[index].members, page, size)
     return BucketView(
         row=_rows(request, decision, [index], tree, "")[0],
         members=tuple(
             MemberRow(number=m, candidate=request.candidates[m], full_bytes=request.full_bytes[m]) for m in members
         ),
+        page=number,
+        num_pages=num_pages,
         previous=order[at - 1] if at else None,
         following=order[at + 1] if at + 1 < len(order) else None,
         num_segments=request.num_segments,
@@ -174,6 +185,13 @@ def view_bucket(stored: Stored, index: int, start: int, size: int) -> BucketView
 def _decode(stored: Stored) -> tuple[Request, CostProfile, Plan]:
     request = Request.decode(stored.request)
     return request, CostProfile.decode(stored.profile, request), Plan.decode(stored.plan)
+
+
+def _page(found: Sequence[int], page: int, size: int) -> tuple[Sequence[int], int, int]:
+    """What stands on a page, its number, which is at most that of the last, and how many pages there are."""
+    num_pages = max(1, -(-len(found) // size)) if size else 1
+    page = min(page, num_pages)
+    return found[(page - 1) * size : page * size], page, num_pages
 
 
 def _as_traced(request: Request, profile: CostProfile) -> Decision:

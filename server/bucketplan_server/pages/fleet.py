@@ -27,6 +27,7 @@ from bucketplan_server.pages.routing import (
     one_page,
     read_form,
     see_other,
+    typed_signature,
     whole_number,
     whole_signature,
 )
@@ -83,8 +84,9 @@ async def overview(request: Request, state: State, caller: Caller) -> Response:
 async def plans(request: Request, state: State, caller: Caller) -> Response:
     given = {
         name: request.query_params.get(name, "").strip()
-        for name in ("signature", "job", "parameter", "module", "group", "strategy", "since", "until")
+        for name in ("job", "parameter", "module", "group", "strategy", "since", "until")
     }
+    given["signature"] = typed_signature(request, "signature")
     if is_digest(given["signature"]):
         return see_other(f"/plans/{given['signature']}")
     shared: dict[str, Any] = {"given": given, "strategies": STRATEGIES}
@@ -102,10 +104,17 @@ async def plans(request: Request, state: State, caller: Caller) -> Response:
         "plans.html",
         cursor=cursor,
         following=following,
+        in_api=_in_api(wanted, given["job"]),
         plans=[_plan(row) for row in shown],
         refusal=None,
         **shared,
     )
+
+
+def _in_api(wanted: PlanFilter, job: str) -> dict[str, Any]:
+    """The parameters of `GET /v1/plans` that filter like the page; that list has none for beginnings of signatures."""
+    names = ("parameter", "module", "group", "strategy", "since_ns", "until_ns")
+    return {"job": job} | {name: getattr(wanted, name) for name in names}
 
 
 def _plan_filter(given: Mapping[str, str], caller: Principal) -> PlanFilter:
@@ -152,7 +161,8 @@ async def jobs(request: Request, state: State, caller: Caller) -> Response:
 
 @router.get("/events", dependencies=[needs("auditor")])
 async def events(request: Request, state: State, caller: Caller) -> Response:
-    given = {name: request.query_params.get(name, "").strip() for name in ("signature", "job", "kind")}
+    given = {name: request.query_params.get(name, "").strip() for name in ("job", "kind")}
+    given["signature"] = typed_signature(request, "signature")
     before = whole_number(request.query_params.get("before", ""), "before")
     shared: dict[str, Any] = {
         "given": given,

@@ -14,13 +14,12 @@ from bucketplan_core.plan import Plan
 from bucketplan_core.wire import unpack
 from bucketplan_server.access import Caller, Principal, needs
 from bucketplan_server.http.answers import answer
-from bucketplan_server.http.parameters import Signature
 from bucketplan_server.http.state import AppState, State
 from bucketplan_server.pages.draw import chart_of_memory, chart_of_sizes, drawing_of
 from bucketplan_server.pages.figures import ORDERS, PlanQuery, view_bucket, view_plan
 from bucketplan_server.pages.options import CHOICES, readable_options
 from bucketplan_server.pages.render import page
-from bucketplan_server.pages.routing import PageRoute, Refusal, numbered_page, whole_number
+from bucketplan_server.pages.routing import AnySignature, PageRoute, Refusal, numbered_page, page_number, whole_number
 from bucketplan_server.problems import Problem
 from bucketplan_server.store.plans import PLANNER_REVISION
 from bucketplan_server.store.revisions import OwnRevisions, RevisionRow
@@ -86,7 +85,7 @@ def _options(row: RevisionRow) -> dict[str, str]:
 
 
 @router.get("/plans/{signature}")
-async def plan(request: Request, state: State, caller: Caller, signature: Signature) -> Response:
+async def plan(request: Request, state: State, caller: Caller, signature: AnySignature) -> Response:
     return await plan_page(request, state, caller, signature)
 
 
@@ -98,11 +97,10 @@ async def plan_page(
     order = request.query_params.get("order", "") or "launch"
     if order not in ORDERS:
         raise Problem("invalid-parameter", f"order: {order[:80]!r} must be one of {', '.join(ORDERS)}")
-    number = whole_number(request.query_params.get("page", ""), "page", low=1, high=100_000) or 1
     query = PlanQuery(
         find=request.query_params.get("find", "").strip()[:1_000],
         order=order,  # type: ignore[arg-type]  # checked above
-        start=(number - 1) * _BUCKETS,
+        page=page_number(request, "page"),
         size=_BUCKETS,
     )
     stored = await state.revisions.stored(signature, wanted)
@@ -110,7 +108,7 @@ async def plan_page(
     decoded = await asyncio.to_thread(Plan.decode, stored.plan)
     last = await state.revisions.last(signature)
     numbers, at, num_pages = numbered_page(request, range(last, 0, -1), _REVISIONS, name="revisions")
-    listed = await state.revisions.revisions(signature, after=numbers[-1] - 1, limit=len(numbers)) if numbers else []
+    listed = await state.revisions.revisions(signature, after=numbers[-1] - 1, limit=len(numbers))
     shown = await shown_revision(request, state, signature)
     (revision,) = await state.revisions.revisions(signature, after=shown - 1, limit=1)
     return page(
@@ -125,9 +123,7 @@ async def plan_page(
         before=None if view.before is None else drawing_of(view.before),
         memory=chart_of_memory(view),
         notice=await _notice(request, state, caller, signature),
-        number=number,
         options=unpack(revision.options),
-        num_pages=max(1, -(-view.num_found // _BUCKETS)),
         num_revision_pages=num_pages,
         orders=ORDERS,
         own=await own_revisions(state, caller, signature),
@@ -143,7 +139,7 @@ async def plan_page(
 
 
 @router.get("/plans/{signature}/pictures.json")
-async def pictures(request: Request, state: State, signature: Signature) -> Response:
+async def pictures(request: Request, state: State, signature: AnySignature) -> Response:
     """What is drawn on the page of the plan, as data: boxes in units of the drawing, slices and curves in ns, bytes."""
     stored = await state.revisions.stored(signature, revision_of(request))
     view = await state.pool.read(view_plan, stored, PlanQuery(size=0))
@@ -157,21 +153,18 @@ async def pictures(request: Request, state: State, signature: Signature) -> Resp
 
 
 @router.get("/plans/{signature}/buckets/{index}")
-async def bucket(request: Request, state: State, signature: Signature, index: int) -> Response:
+async def bucket(request: Request, state: State, signature: AnySignature, index: int) -> Response:
     wanted = revision_of(request)
-    number = whole_number(request.query_params.get("page", ""), "page", low=1, high=100_000) or 1
     if not 0 <= index < 2**31:
         raise Problem("not-found", f"there is no bucket {index}")
     stored = await state.revisions.stored(signature, wanted)
-    view = await state.pool.read(view_bucket, stored, index, (number - 1) * _MEMBERS, _MEMBERS)
+    view = await state.pool.read(view_bucket, stored, index, page_number(request, "page"), _MEMBERS)
     if view is None:
         raise Problem("not-found", f"this plan has no bucket {index}", fields={"path": "index", "value": index})
     return page(
         request,
         "bucket.html",
         index=index,
-        number=number,
-        num_pages=max(1, -(-view.row.num_members // _MEMBERS)),
         revision=wanted,
         signature=signature,
         view=view,

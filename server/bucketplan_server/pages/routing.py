@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 from urllib.parse import parse_qsl
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import BeforeValidator
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
@@ -17,6 +18,7 @@ from bucketplan_core.fields import has_controls, is_digest
 from bucketplan_server.access.authenticate import refusal_reason
 from bucketplan_server.access.dependency import principal_of
 from bucketplan_server.http.bodies import read_body
+from bucketplan_server.http.parameters import Signature
 from bucketplan_server.http.state import AppState
 from bucketplan_server.pages.problem import problem_page
 from bucketplan_server.pages.render import PAGE_HEADERS
@@ -25,20 +27,25 @@ from bucketplan_server.store.engine import StoreError
 
 __all__ = [
     "MAX_REASON_CHARACTERS",
+    "AnySignature",
     "PageRoute",
     "Refusal",
     "number_field",
     "numbered_page",
     "one_of",
     "one_page",
+    "page_number",
     "read_form",
     "see_other",
     "text_field",
+    "typed_signature",
     "whole_number",
     "whole_signature",
 ]
 
 _T = TypeVar("_T")
+AnySignature = Annotated[str, BeforeValidator(str.lower), Signature]
+"""A signature in the address of a page, capitals too."""
 _MAX_FORM_BYTES = 64 * 1024
 _MAX_FIELDS = 64
 MAX_REASON_CHARACTERS = 2_000
@@ -144,10 +151,23 @@ async def one_page(state: AppState, load: Awaitable[Sequence[_T]], size: int) ->
 
 
 def numbered_page(request: Request, rows: Sequence[_T], size: int, *, name: str) -> tuple[Sequence[_T], int, int]:
-    """The rows of the page that parameter `name` asks for, its number, and how many pages there are."""
+    """The rows of the page that parameter `name` asks for, its number, and how many pages there are.
+
+    Beyond the last page it is the last one.
+    """
     num_pages = max(1, -(-len(rows) // size))
-    number = whole_number(request.query_params.get(name, ""), name, low=1, high=100_000) or 1
+    number = min(page_number(request, name), num_pages)
     return rows[(number - 1) * size : number * size], number, num_pages
+
+
+def page_number(request: Request, name: str) -> int:
+    """The number of the page that parameter `name` asks for, the first where it is not given; raises `Problem`."""
+    return whole_number(request.query_params.get(name, ""), name, low=1, high=100_000) or 1
+
+
+def typed_signature(request: Request, name: str) -> str:
+    """What was typed as a signature or its beginning, in lower case: programs and people also write capitals."""
+    return request.query_params.get(name, "").strip().lower()
 
 
 def one_of(value: str, name: str, allowed: Sequence[str], *, slug: str = "invalid-parameter") -> str:

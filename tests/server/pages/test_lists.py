@@ -1,7 +1,9 @@
 """The lists behind the pages say the same on both stores."""
 
+import html
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -98,6 +100,74 @@ def test_what_no_list_can_be_asked_for_is_an_error_of_the_caller(client, address
     answer = client.get(address, headers={"Accept": "text/html"})
     assert answer.status_code == 400
     assert answer.headers["content-type"].startswith("text/html")
+
+
+@pytest.mark.parametrize(
+    "address", ["/plans/{one}?page=99", "/plans/{one}/buckets/0?page=99", "/plans/{one}?revisions=99"]
+)
+def test_a_page_behind_the_last_is_the_last(client, address):
+    signature = listed(client, "/v1/plans")["plans"][0]["signature"]
+    address = address.format(one=signature)
+    shown, following = rows(client, address)
+    assert (shown, following) == rows(client, address.partition("?")[0])
+    assert shown
+    assert "page 1 of 1" in client.get(address).text
+
+
+def test_a_page_of_ranks_behind_the_last_is_the_last(client):
+    opened = {
+        "held_epoch": None, "key": "ranks", "options": {}, "topology": {}, "participants": {"fsdp": [[0], [1]]},
+        "uuid": "ranks",
+    }  # fmt: skip
+    assert client.post("/v1/jobs/ranks/attempts", json=opened).is_success
+    assert rows(client, "/jobs/ranks/attempts/1?page=99") == rows(client, "/jobs/ranks/attempts/1")
+
+
+def listed(client: httpx.Client, address: str) -> dict[str, Any]:
+    answer = client.get(address, headers={"Accept": "application/json"})
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def as_json(client: httpx.Client, address: str, word: str = "As JSON") -> dict[str, Any]:
+    """What the page's link to its JSON leads to."""
+    text = client.get(address).text
+    link = re.search(rf'<a href="([^"]*)">{word}</a>', text)
+    return listed(client, html.unescape(link[1]))
+
+
+def test_the_json_of_a_list_is_filtered_as_the_list_is(client):
+    signature = listed(client, "/v1/plans")["plans"][-1]["signature"]
+    for query, number in (
+        ("parameter=layers.1&strategy=size&since=2020-01-01", 3),
+        ("until=2020-01-01", 0),
+        ("module=nowhere", 0),
+        ("job=run-01", 0),
+    ):
+        assert len(as_json(client, f"/plans?{query}")["plans"]) == number == len(rows(client, f"/plans?{query}")[0])
+    for query in (f"signature={signature}", f"job={JOBS[0]}"):
+        found = as_json(client, f"/events?{query}")["events"]
+        assert [str(event["seq"]) for event in reversed(found)] == rows(client, f"/events?{query}")[0]
+    found = as_json(client, f"/jobs/{JOBS[0]}?before=2")["attempts"]
+    assert [attempt["attempt"] for attempt in found] == [1]
+    found = as_json(client, f"/plans/{signature}", "Revisions as JSON")["revisions"]
+    assert [row["revision"] for row in found] == [1, 2]
+
+
+def test_a_signature_in_capitals_is_the_same(client):
+    signature = listed(client, "/v1/plans")["plans"][0]["signature"]
+    capitals = signature.upper()
+    assert capitals != signature
+    assert client.get(f"/plans/{capitals}").text == client.get(f"/plans/{signature}").text
+    assert client.get(f"/plans/{capitals}/buckets/0").status_code == 200
+    assert client.get(f"/plans?signature={capitals}").headers["location"] == f"/plans/{signature}"
+    assert rows(client, f"/plans?signature={capitals[:9]}")[0] == [signature[:12]]
+    assert rows(client, f"/events?signature={capitals}") == rows(client, f"/events?signature={signature}")
+    assert client.get(f"/diff?a={capitals}&b={signature}").status_code == 200
+    form = {"revision": "1", "reason": "test"}
+    assert client.post(f"/plans/{capitals}/activate", data=form).status_code == 200
+    assert client.get(f"/plans/{'Z' * 64}", headers={"Accept": "text/html"}).status_code == 404
 
 
 def test_every_kind_of_event_can_be_chosen():
