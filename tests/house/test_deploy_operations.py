@@ -1,9 +1,11 @@
 """nginx, systemd, Prometheus and Grafana files: accepted by their programs, and naming only what the server has."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import httpx
 import pytest
 import typer.main
 import yaml
+from prometheus_client.process_collector import ProcessCollector
 
 from bucketplan_client.cli.main import app as client_app
 from bucketplan_server.cli import app as server_app
@@ -19,6 +22,7 @@ from tests.support.deploy import DEPLOY, load_yaml, settings_of, stopping_second
 from tests.support.documents import MSGPACK, plan_body, small_request
 from tests.support.nginx import check_configuration, write_configuration
 from tests.support.paths import ROOT
+from tests.support.postgres import running_postgres
 from tests.support.server import RunningServer, running_server
 from tests.support.tools import tool
 
@@ -206,32 +210,147 @@ class TestGuide:
             assert (DEPLOY / target).exists(), target
 
 
-def test_backup_and_restore_as_the_guide_writes_them_give_the_same_plans(tmp_path):
-    section = TestGuide.GUIDE.partition("## Backup and restore")[2].partition("PostgreSQL")[0]
-    commands = re.findall(r"^ {4}(sudo .*)$", section, re.MULTILINE)
-    stop, start = (commands.index(f"sudo systemctl {verb} bucketplan-server") for verb in ("stop", "start"))
+SUDO = """#!/bin/sh
+[ "$1" = -u ] && shift 2
+exec "$@"
+"""
+# Asks the test to stop and start the server, and waits until it has.
+SYSTEMCTL = """#!/bin/sh
+echo "$1" > asked.new && mv asked.new asked
+until [ -e done ]; do sleep 0.05; done
+rm done
+"""
 
-    def follow(lines: list[str]) -> None:
-        for line in lines:
-            words = line.replace("sudo -u bucketplan ", "").replace("/var/lib/bucketplan", str(tmp_path))
-            run(
-                "bash",
-                "-c",
-                words.replace("/opt/bucketplan/bin/bucketplan-server", f"{sys.executable} -m bucketplan_server"),
+
+def blocks(title: str) -> list[str]:
+    """The blocks of commands in a section of the guide, in their order."""
+    section = TestGuide.GUIDE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    found = re.findall(r"(?:^ {4}.*\n)+", section, re.MULTILINE)
+    return [re.sub(r"^ {4}", "", block, flags=re.MULTILINE) for block in found]
+
+
+class Shell:
+    """A shell in which commands of the guide run as they are written, with other addresses."""
+
+    def __init__(self, folder: Path, **instead: str) -> None:
+        self._folder = folder
+        self._instead = instead
+        programs = folder / "programs"
+        programs.mkdir()
+        server = f'#!/bin/sh\nexec {sys.executable} -m bucketplan_server "$@"\n'
+        for name, text in (("sudo", SUDO), ("systemctl", SYSTEMCTL), ("bucketplan-server", server)):
+            (programs / name).write_text(text)
+            (programs / name).chmod(0o755)
+        self.path = programs
+
+    def follow(self, block: str, server: RunningServer | None = None) -> tuple[int, str]:
+        """Exit status and output; `server` is stopped and started where the block says so."""
+        for written, here in self._instead.items():
+            block = block.replace(written, here)
+        environment = {**os.environ, "PATH": f"{self.path}:{os.environ['PATH']}"}
+        asked = self._folder / "asked"
+        with subprocess.Popen(
+            ["bash", "-c", block], cwd=self._folder, env=environment, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        ) as shell:  # fmt: skip
+            while shell.poll() is None:
+                if server is not None and asked.exists():
+                    if asked.read_text() == "stop\n":
+                        assert server.terminate() == 0
+                    else:
+                        server.start()
+                    asked.unlink()
+                    (self._folder / "done").touch()
+                time.sleep(0.01)
+            return shell.returncode, shell.stdout.read()
+
+
+class TestBackupAndRestore:
+    """As the guide writes them, more than once."""
+
+    @pytest.fixture
+    def shell(self, tmp_path: Path) -> Shell:
+        return Shell(
+            tmp_path,
+            **{
+                "/var/lib/bucketplan": str(tmp_path),
+                "/opt/bucketplan/bin/bucketplan-server": str(tmp_path / "programs" / "bucketplan-server"),
+            },
+        )
+
+    def test_each_can_be_repeated_and_gives_the_same_plans(self, tmp_path, shell):
+        backup, restore, _, _ = blocks("Backup and restore")
+        with (
+            running_server(tmp_path, database=tmp_path / "plans.db") as server,
+            httpx.Client(base_url=server.url, headers=MSGPACK, timeout=60) as client,
+        ):
+            kept, later, last = map(small_request, range(3))
+
+            def is_known(request) -> bool:
+                return client.get(f"/v1/plans/{request.signature}").status_code == 200
+
+            client.post("/v1/plans", content=plan_body(kept)).raise_for_status()
+            served = client.get(f"/v1/plans/{kept.signature}").content
+            for added in (later, last):
+                assert shell.follow(backup)[0] == 0
+                client.post("/v1/plans", content=plan_body(added)).raise_for_status()
+            status, said = shell.follow(restore, server)
+            assert status == 0, said
+            assert client.get(f"/v1/plans/{kept.signature}").content == served
+            assert [is_known(request) for request in (later, last)] == [True, False], "the newest backup"
+            assert server.metric("bucketplan_plannings_total", outcome="stored") == 0
+            client.post("/v1/plans", content=plan_body(last)).raise_for_status()
+            status, said = shell.follow(restore, server)
+            assert status == 0, said
+            assert [is_known(request) for request in (later, last)] == [True, False]
+        assert len(list(tmp_path.glob("backup-*.db"))) == 2
+        assert len(list(tmp_path.glob("replaced-*/plans.db"))) == 2, "what was replaced is kept, each time"
+
+    def test_a_backup_that_is_damaged_replaces_nothing(self, tmp_path, shell):
+        _, restore, _, _ = blocks("Backup and restore")
+        (tmp_path / "backup-2.db").write_text("no database " * 100)
+        with running_server(tmp_path, database=tmp_path / "plans.db") as server:
+            status, said = shell.follow(restore, server)
+            assert (status, "findings" in said) == (1, True)
+            assert server.is_running
+        assert not list(tmp_path.glob("replaced-*"))
+
+    @pytest.mark.postgres
+    def test_those_of_postgresql_can_be_repeated(self, tmp_path):
+        _, _, dump, restore = blocks("Backup and restore")
+        with running_postgres() as postgres:
+            address = postgres.new_database()
+            before, parameters = address.partition("?")[::2]
+            host = before.rpartition("/")[0]
+            shell = Shell(
+                tmp_path,
+                **{
+                    "postgresql://bucketplan@db.example/bucketplan": f"'{address}'",
+                    "postgresql://bucketplan@db.example/postgres": f"'{host}/postgres?{parameters}'",
+                    "postgresql://bucketplan@db.example/$RESTORED": f"{host}/$RESTORED?{parameters}",
+                },
             )
+            for name in ("createdb", "pg_dump", "pg_restore"):
+                (shell.path / name).symlink_to(postgres.program(name))
+            with running_server(tmp_path, database=address) as server:
+                httpx.post(f"{server.url}/v1/plans", content=plan_body(small_request(1)), headers=MSGPACK)
+                said = []
+                for _ in range(2):
+                    for block in (dump, restore):
+                        status, output = shell.follow(block)
+                        assert status == 0, output
+                    said.append(output)
+        assert len({output.splitlines()[-1] for output in said}) == 2, "two databases"
+        assert all("1 signatures" in output and "0 findings" in output for output in said)
 
-    with (
-        running_server(tmp_path, database=tmp_path / "plans.db") as server,
-        httpx.Client(base_url=server.url, headers=MSGPACK, timeout=60) as client,
-    ):
-        kept, later = small_request(1), small_request(2)
-        client.post("/v1/plans", content=plan_body(kept)).raise_for_status()
-        served = client.get(f"/v1/plans/{kept.signature}").content
-        follow(commands[:stop])
-        client.post("/v1/plans", content=plan_body(later)).raise_for_status()
-        assert server.terminate() == 0
-        follow(commands[stop + 1 : start])
-        server.start()
-        assert client.get(f"/v1/plans/{kept.signature}").content == served
-        assert client.get(f"/v1/plans/{later.signature}").status_code == 404, "this is the state of the backup"
-        assert server.metric("bucketplan_plannings_total", outcome="stored") == 0
+
+def test_the_metrics_of_the_process_are_there_in_every_deployment(served_metrics, tmp_path):
+    """prometheus-client reads /proc/stat for them, which a private view of /proc may hide."""
+    assert {"process_cpu_seconds_total", "process_resident_memory_bytes"} <= served_metrics
+    (tmp_path / "self").symlink_to("/proc/self")
+    assert list(ProcessCollector(proc=str(tmp_path), registry=None).collect()) == [], "it needs /proc/stat no longer"
+    files = [path for path in DEPLOY.rglob("*") if path.is_file() and path.suffix != ".md" and "demo" not in path.parts]
+    for path in files:
+        # What a comment says is no setting.
+        text = re.sub(r"^\s*#.*$", "", path.read_text(), flags=re.MULTILINE)
+        assert not re.search(r"ProcSubset|subset=pid|hidepid|procMount|masked|/proc\b", text), path
