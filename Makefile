@@ -1,5 +1,5 @@
 # Everything that a person or CI does with this repository. `make help` lists it.
-# Needs Python 3.11 with venv, GNU make and git; everything else is installed into .venv.
+# Needs Python 3.11 with venv and headers, GNU make, git and a C++ compiler; everything else is installed into .venv.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help

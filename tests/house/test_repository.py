@@ -73,6 +73,17 @@ def test_every_direct_dependency_is_pinned():
     assert {canonical(requirement) for requirement in requirements} - pinned == set()
 
 
+def test_what_must_be_there_before_make_is_said_as_ci_installs_it():
+    """`.ci/run` brings it to a fresh machine; README.md says it in words, CONTRIBUTING.md as Debian's packages."""
+    needed = re.findall(r"^need (\S+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert len(needed) > 5
+    contributing = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## Where things are")[0]
+    assert set(needed) <= set(" ".join(re.findall(r"`([^`\n]+)`", contributing)).split())
+    (said,) = re.findall(r"^Both need (.*?)\n\n", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    words = {"g++": "C++ compiler", "make": "GNU make", "prometheus": "promtool", "chromium": "Chromium"}
+    assert {name for name in needed if words.get(name, name) not in said} == set()
+
+
 def canonical(requirement: str) -> str:
     """The name of a requirement as registries compare it (PEP 503)."""
     return re.sub(r"[-_.]+", "-", re.match(r"[A-Za-z0-9._-]+", requirement)[0]).lower()

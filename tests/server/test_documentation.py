@@ -1,12 +1,14 @@
 """server/README.md names every endpoint, setting, metric, problem type and command, or this fails."""
 
+import re
+
 import httpx
 import pytest
 
 from bucketplan_server.cli import app
 from bucketplan_server.metrics import METRICS
 from bucketplan_server.problems import PROBLEMS
-from bucketplan_server.settings import Settings
+from bucketplan_server.settings import SECRETS_VARIABLE, Settings
 from tests.support.paths import ROOT
 from tests.support.server import RunningServer
 
@@ -30,6 +32,13 @@ def test_every_setting_is_documented_with_its_default(name):
     (line,) = [line for line in README.splitlines() if line.startswith(f"| `BUCKETPLAN_{name.upper()}` ")]
     assert f"| `{field.default}` |" in line
     assert field.description in line
+
+
+def test_every_other_variable_that_the_server_reads_is_documented():
+    sources = "".join(path.read_text() for path in (ROOT / "server" / "bucketplan_server").rglob("*.py"))
+    read = set(re.findall(r"""environ(?:\.get\(|\[)["'](\w+)["']""", sources)) | {SECRETS_VARIABLE}
+    assert "FORWARDED_ALLOW_IPS" in read
+    assert {name for name in read if f"`{name}`" not in README} == set()
 
 
 @pytest.mark.parametrize("name", [*METRICS, "bucketplan_planning_seconds"])
