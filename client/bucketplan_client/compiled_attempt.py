@@ -48,7 +48,6 @@ def install_attempt(
         digests: dict[str, str] = {}
         if done.plan is not None:
             digests = group_digests(done.request, done.plan.decision)
-            attempt.evidence.watch()
             attempt.evidence.note(done.slot, done.request, done.plan, attempt.groups)
         attempt.report(
             RankReport(
@@ -86,6 +85,9 @@ def install_attempt(
     )
     try:
         attempt.compare("compiler pass", installed.bucketing.fingerprint, deadline_s=deadline_s)
+        # From now on and not from the first hook on: a rank whose compile cache is warm has none, and must hear of a
+        # mismatch between others all the same.
+        attempt.evidence.watch()
     except BaseException:
         installed.uninstall()
         raise

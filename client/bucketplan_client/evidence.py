@@ -31,6 +31,8 @@ _LOG = logging.getLogger(__name__)
 ABORT_STATUS = 70
 """Exit status after a mismatch (EX_SOFTWARE of sysexits.h), so that a launcher starts or stops the whole job."""
 _POLL_S = 1.0
+_END_S = 5.0
+"""How long the end of an attempt waits for its watcher, which may be in a call of the store."""
 
 
 def abort_process(error: ClientError) -> None:
@@ -70,9 +72,10 @@ class Evidence:
     def close(self) -> None:
         """Stop watching."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        thread, self._thread = self._thread, None
+        # `on_mismatch`, on the watcher itself, may close; and a store that answers nothing must not hold up the end.
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_END_S)
 
     def note(
         self,

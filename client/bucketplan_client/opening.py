@@ -62,7 +62,7 @@ from bucketplan_client.opening_protocol import (
 )
 from bucketplan_client.reports import Reporter
 from bucketplan_client.rewrite import REWRITER_VERSION
-from bucketplan_client.store import JobStore, default_store, drive, drive_apart
+from bucketplan_client.store import LONGEST_CALL_S, JobStore, default_store, drive, drive_apart
 from bucketplan_client.transport import PlanClient, schema_refused
 from bucketplan_core.attempt import OPEN_SLOT, AttemptRequest, RankReport
 from bucketplan_core.collectives import Options
@@ -83,6 +83,8 @@ _LOG = logging.getLogger(__name__)
 _MAX_OVERRIDES = 10_000
 _SERVER_SLACK_S = 0.5
 """How long after its deadline a call to the server may still end by itself, with the error that says more."""
+_LEAST_CALL_S = 5.0
+"""A call of the store takes milliseconds, on a busy host some more."""
 _openings = itertools.count()
 
 
@@ -272,8 +274,9 @@ def open_attempt(
     opening from others on the same store; by default the calls of each process are counted.
 
     Raises `BadArgument` before anything else, of which the other ranks are told; `OpeningAborted` naming missing or odd
-    ranks, and `StoreFailed`, both within `deadline_s` plus `server_s` and a few seconds. Whatever else ends it on one
-    rank, an interrupt too, ends it on all. The first participant's `mode` decides for all.
+    ranks, and `StoreFailed`, both within `deadline_s` plus `server_s` and a few seconds (where the store stops answering
+    at the end of that, after as much as `deadline_s` more, at most a minute). Whatever else ends it on one rank, an
+    interrupt too, ends it on all. The first participant's `mode` decides for all.
     """
     rank = this_rank() if rank is None else rank
     job = job or job_from_environment()
@@ -292,7 +295,9 @@ def open_attempt(
     if rank not in ranks:
         raise BadArgument("rank", rank, f"one of the participants ({describe_ranks(ranks)})").located(where)
     root = JobStore(store or default_store(), prefix=f"bucketplan/{quote(job, safe='')}/{ranks[0]}", where=where)
-    opening_store = root.scoped(f"opening/{next(_openings) if name is None else name}")
+    opening_store = root.scoped(
+        f"opening/{next(_openings) if name is None else name}", call_s=_longest_call_s(deadline_s)
+    )
     nonce = uuid.uuid4().hex
     hello = Hello(rank=rank, capture=CAPTURE_VERSION, rewriter=REWRITER_VERSION, schema=SCHEMA_VERSION, host=_host())
     try:
@@ -353,6 +358,14 @@ def open_attempt(
     )
     _tell(attempt, outcome)
     return attempt
+
+
+def _longest_call_s(deadline_s: object) -> float:
+    """How long the opening waits for one answer of a store that stands still; bad deadlines are refused elsewhere."""
+    if not isinstance(deadline_s, int | float):
+        return LONGEST_CALL_S
+    # In this order, so that what is no number at all is the least.
+    return max(_LEAST_CALL_S, min(LONGEST_CALL_S, deadline_s))
 
 
 def _typed(error: BucketplanError, where: Where) -> ClientError:

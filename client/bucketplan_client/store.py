@@ -7,7 +7,6 @@ device, and a rank that waits on it blocks nobody else.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import uuid
 import zlib
@@ -23,7 +22,7 @@ from bucketplan_client.protocol import Get, GetMany, Now, Protocol, Put, PutOnce
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ["JobStore", "default_store", "drive", "drive_apart"]
+__all__ = ["LONGEST_CALL_S", "JobStore", "default_store", "drive", "drive_apart"]
 
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
@@ -31,6 +30,10 @@ _LOG = logging.getLogger(__name__)
 _CHUNK_BYTES = 4 * 2**20
 """TCPStore drops the connection of whoever sends a value above 8 MiB (seen in torch 2.13)."""
 _WHOLE, _CHUNKED = b"=", b"#"
+LONGEST_CALL_S = 60.0
+"""Longest call that waits for no other rank: it takes milliseconds, but many ranks may read large values at once."""
+_SLACK_S = 5.0
+"""How long after its own time a wait of the store may still end by itself."""
 _APART_S = 3.0
 """How long a rank that is leaving still talks to the store; its few writes take milliseconds."""
 
@@ -45,72 +48,100 @@ def default_store() -> Store:
 class JobStore:
     """A part of the job's store: everything under `prefix`. Raises `StoreFailed`, never waits past a deadline.
 
-    One object serves one thread; `separate` gives another thread its own connection.
+    A call that waits for no other rank has `call_s`: a store whose host stands still (stopped, swapped out, behind a
+    network that swallows packets) answers nothing and closes nothing. One object serves one thread; `separate` gives
+    another thread its own connection.
     """
 
-    def __init__(self, store: Store, *, prefix: str, where: Where | None = None) -> None:
+    def __init__(
+        self, store: Store, *, prefix: str, where: Where | None = None, call_s: float = LONGEST_CALL_S
+    ) -> None:
         from torch.distributed.distributed_c10d import PrefixStore
 
         self.prefix = prefix
         self.where = where or Where()
         self._base = store
+        self._call_s = call_s
         self._store = PrefixStore(prefix, store)
 
-    def scoped(self, name: str) -> JobStore:
-        """The part of this part under `name`."""
-        return JobStore(self._base, prefix=f"{self.prefix}/{name}", where=self.where)
+    def scoped(self, name: str, *, call_s: float | None = None) -> JobStore:
+        """The part of this part under `name`, with calls of `call_s` where that is given."""
+        most_s = self._call_s if call_s is None else call_s
+        return JobStore(self._base, prefix=f"{self.prefix}/{name}", where=self.where, call_s=most_s)
 
     def separate(self) -> JobStore:
         """The same part over a connection of its own."""
-        with self._typed("clone"):
-            copy = self._base.clone()  # type: ignore[attr-defined]  # torch's stubs lag behind
-        return JobStore(copy, prefix=self.prefix, where=self.where)
+        copy = self._call("clone", self._base.clone)  # type: ignore[attr-defined]  # torch's stubs lag behind
+        return JobStore(copy, prefix=self.prefix, where=self.where, call_s=self._call_s)
 
     def put(self, key: str, value: bytes) -> None:
-        with self._typed(f"set {key}"):
-            self._set(key, self._packed(key, value))
+        self._call(f"set {key}", lambda: self._set(key, self._packed(key, value)))
 
     def put_once(self, key: str, value: bytes) -> bytes:
         """Write unless something stands there; what stands there now."""
-        with self._typed(f"compare_set {key}"):
+
+        def write() -> bytes:
             mine = self._packed(key, value)
             standing = self._store.compare_set(key, b"", mine)  # type: ignore[arg-type]  # as for set below
-        return value if standing == mine else self._unpacked(key, standing)
+            return value if standing == mine else self._unpacked(key, standing)
+
+        return self._call(f"compare_set {key}", write)
 
     def get(self, key: str) -> bytes | None:
         """The value, None where there is none; never waits."""
-        with self._typed(f"get {key}"):
-            if not self._store.check([key]):
-                return None
-            return self._unpacked(key, self._store.get(key))
+        return self._call(
+            f"get {key}", lambda: self._unpacked(key, self._store.get(key)) if self._store.check([key]) else None
+        )
 
     def get_many(self, keys: Sequence[str]) -> list[bytes]:
         """The values of keys that are there, in one round trip."""
-        with self._typed(f"multi_get of {len(keys)} keys"):
+
+        def read() -> list[bytes]:
             values = self._store.multi_get(list(keys))
-        return [self._unpacked(key, value) for key, value in zip(keys, values, strict=True)]
+            return [self._unpacked(key, value) for key, value in zip(keys, values, strict=True)]
+
+        return self._call(f"multi_get of {len(keys)} keys", read)
 
     def wait(self, keys: Sequence[str], until: float) -> tuple[str, ...]:
         """Wait for `keys` until the moment `until` (`time.monotonic`); those that are missing then."""
         left_s = until - time.monotonic()
         if left_s > 0:
+            operation = f"wait for {len(keys)} keys"
             try:
-                self._wait(list(keys), left_s)
+                self._within(
+                    operation,
+                    lambda: self._store.wait(list(keys), timedelta(seconds=left_s)),
+                    max(0.0, until - time.monotonic()) + _SLACK_S,
+                )
             except RuntimeError as error:
                 # A timeout and a lost store raise the same class on some stores; only the clock tells them apart.
                 if time.monotonic() < until - 0.05:
-                    raise StoreFailed(f"wait for {len(keys)} keys", _first_line(error), where=self.where) from error
+                    raise StoreFailed(operation, _first_line(error), where=self.where) from error
             else:
                 return ()
-        with self._typed("check"):
-            return () if self._store.check(list(keys)) else tuple(k for k in keys if not self._store.check([k]))
+        return self._call(
+            "check",
+            lambda: () if self._store.check(list(keys)) else tuple(k for k in keys if not self._store.check([k])),
+        )
 
-    def _wait(self, keys: list[str], left_s: float) -> None:
-        # Python sees Ctrl-C only between its own instructions, and the store's wait is one that may last for minutes.
-        if threading.current_thread() is threading.main_thread():
-            in_background(lambda: self._store.wait(keys, timedelta(seconds=left_s)), name="bucketplan-wait").result()
-        else:
-            self._store.wait(keys, timedelta(seconds=left_s))
+    def _call(self, operation: str, call: Callable[[], T]) -> T:
+        with self._typed(operation):
+            return self._within(operation, call, self._call_s)
+
+    def _within(self, operation: str, call: Callable[[], T], most_s: float) -> T:
+        """What `call` returns or raises; raises `StoreFailed` where it does neither for `most_s`.
+
+        Nothing interrupts a call of the store, and Python sees Ctrl-C only between its own instructions: so it is made
+        on a thread of its own, and left behind where it does not end.
+        """
+        future = in_background(call, name="bucketplan-store")
+        try:
+            return future.result(most_s)
+        except TimeoutError:
+            if future.done():
+                raise
+            silent = f"the store did not answer for {most_s:.0f} s; is the process that hosts it stopped?"
+            raise StoreFailed(operation, silent, where=self.where) from None
 
     def _set(self, key: str, value: bytes) -> None:
         self._store.set(key, value)  # type: ignore[arg-type]  # annotated as str, bytes are taken as they are
@@ -132,8 +163,7 @@ class JobStore:
         if kind != _CHUNKED:
             raise StoreFailed(f"get {key}", f"a value that is not ours stands there: {value[:20]!r}", where=self.where)
         count, _, name = rest.decode().partition(":")
-        with self._typed(f"get chunks of {key}"):
-            return zlib.decompress(b"".join(self._store.get(f"{name}/{index}") for index in range(int(count))))
+        return zlib.decompress(b"".join(self._store.get(f"{name}/{index}") for index in range(int(count))))
 
     @contextmanager
     def _typed(self, operation: str) -> Iterator[None]:

@@ -59,6 +59,21 @@ def test_rank_with_another_graph_makes_both_ranks_hear_both_sides():
         assert "on rank 1" in error.difference
 
 
+def test_whoever_hears_of_it_may_close():
+    base, closed = dist.HashStore(), threading.Event()
+
+    def close(_: ClientError) -> None:
+        heard_by.close()
+        closed.set()
+
+    heard_by = Evidence(JobStore(base, prefix="job"), rank=0, where=Where(rank=0), on_mismatch=close, poll_s=0.01)
+    heard_by.watch()
+    one, other = small_request(), small_request(num_params=3)
+    assert heard_by.note("s", one, make_plan(one), GROUPS)
+    assert not evidence_of(1, base, {}, threading.Event()).note("s", other, make_plan(other), GROUPS)
+    assert closed.wait(30)
+
+
 def test_other_plan_for_the_same_graph_is_found_too():
     base, heard = dist.HashStore(), {}
     first, second = (evidence_of(rank, base, heard, threading.Event()) for rank in (0, 1))

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from bucketplan_client.agreement import GroupView
 from bucketplan_client.errors import StoreFailed, Where
+from bucketplan_client.evidence import Evidence
+from bucketplan_client.opening import open_attempt
 from bucketplan_client.store import JobStore
 
 
@@ -95,6 +97,66 @@ def test_killed_store_is_a_typed_error_not_a_hang():
     assert caught.value.where.rank == 4
     with pytest.raises(StoreFailed):
         store.put("a", b"2")
+
+
+class TestStoppedHost:
+    """The process that hosts the store stands still: connections stay open, nothing is answered."""
+
+    @pytest.fixture
+    def base(self):
+        with subprocess.Popen([sys.executable, "-c", _HOST], stdout=subprocess.PIPE, text=True) as host:
+            assert host.stdout is not None
+            base = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), is_master=False, wait_for_workers=False)
+            base.set("there", "1")
+            host.send_signal(signal.SIGSTOP)
+            yield base
+            host.kill()
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            # A plain put is not answered by any store: it is sent, or fails at once.
+            lambda store: store.put_once("a", b"1"),
+            lambda store: store.get("there"),
+            lambda store: store.get_many(["there"]),
+            lambda store: store.wait(["there"], time.monotonic() - 1.0),
+            lambda store: store.wait(["missing"], time.monotonic() + 0.5),
+            lambda store: store.separate().get("there"),
+        ],
+    )
+    def test_is_a_typed_error_not_a_hang(self, base, call):
+        store = JobStore(base, prefix="p", where=Where(rank=4, job="llama"), call_s=0.5)
+        with pytest.raises(StoreFailed, match="did not answer") as caught:
+            call(store)
+        assert caught.value.where.rank == 4
+
+    def test_ends_an_opening(self, base):
+        with pytest.raises(StoreFailed, match="did not answer"):
+            open_attempt(
+                None,
+                groups={"fsdp": (0, 1)},
+                job="llama",
+                store=base,
+                rank=1,
+                deadline_s=0.5,
+                server_s=0.1,
+                grace_s=0.1,
+            )
+
+    def test_does_not_hold_up_the_end_of_an_attempt(self, monkeypatch):
+        monkeypatch.setattr("bucketplan_client.evidence._END_S", 0.1)
+        with subprocess.Popen([sys.executable, "-c", _HOST], stdout=subprocess.PIPE, text=True) as host:
+            assert host.stdout is not None
+            base = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), is_master=False, wait_for_workers=False)
+            evidence = Evidence(JobStore(base, prefix="p"), rank=0, where=Where(rank=0), poll_s=0.0)
+            evidence.watch()
+            watcher = evidence._thread
+            host.send_signal(signal.SIGSTOP)
+            evidence.close()
+            assert watcher is not None
+            assert evidence._thread is None
+            host.kill()
+        watcher.join()
 
 
 _WAITING = """
