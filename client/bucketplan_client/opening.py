@@ -438,7 +438,6 @@ def ask_server(client: PlanClient | None, job: str, request: AttemptRequest, *, 
     answer = client.post(
         f"/v1/jobs/{quote(job, safe='')}/attempts",
         request.to_wire(),
-        key=request.key,
         deadline_s=max(0.0, until - time.monotonic()),
     )
     try:

@@ -245,19 +245,18 @@ class PlanClient:
         path: str,
         body: WireValue,
         *,
-        key: str | None = None,
         deadline_s: float | None = None,
         repeatable: bool = True,
     ) -> Answer:
         """POST `body`; with `repeatable` a try whose fate is unknown is made again.
 
-        `key` is sent as `Idempotency-Key`. `repeatable` is right where the server takes a repetition as the same call.
+        That is right where the server takes a repetition as the same call.
         """
         return self._send(
             "POST",
             path,
             body=pack(body),
-            headers={} if key is None else {"Idempotency-Key": key},
+            headers={},
             read=read_document,
             deadline_s=deadline_s,
             repeatable=repeatable,

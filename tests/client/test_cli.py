@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
             for request in (A, B):
                 client.plan(request)
             opening = AttemptRequest(key="nonce", participants={"fsdp": ((0, 1),)}, options={})
-            client.post("/v1/jobs/llama/attempts", opening.to_wire(), key="nonce")
+            client.post("/v1/jobs/llama/attempts", opening.to_wire())
         yield running
 
 
@@ -105,7 +105,7 @@ class TestReading:
             for rank, request in enumerate((A, B))
         ]
         with PlanClient(server.url) as client:
-            client.post("/v1/jobs/odd/attempts", opening.to_wire(), key="odd")
+            client.post("/v1/jobs/odd/attempts", opening.to_wire())
             client.post("/v1/jobs/odd/attempts/1/reports", {"reports": reports})
         text = " ".join(call(server, "job", "odd", "1", status=1).split())
         assert "rank 1 holds" in text
