@@ -10,17 +10,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from bucketplan_core.collectives import Candidate
+from bucketplan_core.assess import rules_with_early_gathers
+from bucketplan_core.collectives import Candidate, Options
 from bucketplan_core.cost import CostModel
 from bucketplan_core.errors import PlanningError
 from bucketplan_core.explain import explain
+from bucketplan_core.fields import Fields
 from bucketplan_core.plan import Decision, Plan, StepOp
 from bucketplan_core.planners import current_version, find_planner
 from bucketplan_core.profile import CostProfile
 from bucketplan_core.request import Request
 from bucketplan_core.schedule import decide
 from bucketplan_core.simulate import Simulation, simulate
-from bucketplan_core.wire import WireValue
+from bucketplan_core.wire import WireValue, unpack
 from bucketplan_server.pages.curve import Curve, thin
 from bucketplan_server.pages.timeline import Timeline, draw_timeline
 from bucketplan_server.planner.planned import Stored
@@ -37,13 +39,14 @@ _MOST_REASONS = 20
 class PlanQuery:
     """Which buckets to list: those with a member, module or id that contains `find`, `size` a page.
 
-    Beyond the last page it is the last one.
+    Beyond the last page it is the last one. `options` made the plan, canonical bytes; None for those of the request.
     """
 
     find: str = ""
     order: Order = "launch"
     page: int = 1
     size: int = 50
+    options: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +89,8 @@ class PlanView:
     memory_after: Curve | None
     limits: Mapping[str, Any] | None
     unsimulated: str | None
+    early_rules: tuple[str, ...]
+    """Rules that are faster than the plan and gather where `auto` never does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +158,7 @@ def view_plan(stored: Stored, query: PlanQuery) -> PlanView:
         memory_after=memory_after,
         limits=None if tree is None else tree["limits"],
         unsimulated=unsimulated,
+        early_rules=() if found is None else rules_with_early_gathers(_asked(request, query), profile, plan),
     )
 
 
@@ -192,6 +198,12 @@ def _page(found: Sequence[int], page: int, size: int) -> tuple[Sequence[int], in
     num_pages = max(1, -(-len(found) // size)) if size else 1
     page = min(page, num_pages)
     return found[(page - 1) * size : page * size], page, num_pages
+
+
+def _asked(request: Request, query: PlanQuery) -> Request:
+    if query.options is None:
+        return request
+    return request.with_options(Options.read(Fields(unpack(query.options), "options")))
 
 
 def _as_traced(request: Request, profile: CostProfile) -> Decision:

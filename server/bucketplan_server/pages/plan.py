@@ -104,13 +104,14 @@ async def plan_page(
         size=_BUCKETS,
     )
     stored = await state.revisions.stored(signature, wanted)
-    view = await state.pool.read(view_plan, stored, query)
-    decoded = await asyncio.to_thread(Plan.decode, stored.plan)
     last = await state.revisions.last(signature)
     numbers, at, num_pages = numbered_page(request, range(last, 0, -1), _REVISIONS, name="revisions")
     listed = await state.revisions.revisions(signature, after=numbers[-1] - 1, limit=len(numbers))
     shown = await shown_revision(request, state, signature)
-    (revision,) = await state.revisions.revisions(signature, after=shown - 1, limit=1)
+    among = [row for row in listed if row.revision == shown]
+    (revision,) = among or await state.revisions.revisions(signature, after=shown - 1, limit=1)
+    view = await state.pool.read(view_plan, stored, replace(query, options=revision.options))
+    decoded = await asyncio.to_thread(Plan.decode, stored.plan)
     return page(
         request,
         "plan.html",

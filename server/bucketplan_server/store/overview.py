@@ -17,7 +17,7 @@ __all__ = ["Counts", "JobRow", "count_all", "latest_events", "latest_jobs"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """How much the store holds; of `num_overridden` signatures somebody is served another plan than the planner's own."""
+    """How much the store holds; `num_overridden` signatures have another plan than the planner's own for somebody."""
 
     num_plans: int
     num_revisions: int

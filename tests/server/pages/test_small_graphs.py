@@ -9,6 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bucketplan_core.collectives import Options
+from bucketplan_core.plan import Plan
 from bucketplan_core.request import Request
 from tests.support import counts
 from tests.support.documents import MSGPACK, plan_body
@@ -74,3 +76,32 @@ def test_a_graph_with_next_to_nothing_in_it_has_its_pages(client, num_segments, 
 @given(seed=st.integers(0, 2**32))
 def test_every_small_graph_has_its_pages(client, seed):
     has_all_its_pages(client, small(seed))
+
+
+def test_a_rule_that_is_faster_by_gathering_early_is_told_to_do_so(client):
+    texts = [beside_the_rules(client, seed) for seed in range(60)]
+    told = ["for the backward pass before the last forward gather is used" in text for text, _ in texts]
+    assert told == [is_faster for _, is_faster in texts]
+    assert any(told)
+    assert not all(told)
+
+
+def beside_the_rules(client: httpx.Client, seed: int) -> tuple[str, bool]:
+    """The page of an `auto` plan of gathers, and whether `size` has a shorter step."""
+    rng = random.Random(seed)
+    auto = Options(
+        strategy="auto", planner="auto/1", placement="scheduled", bucket_cap_bytes=256, first_bucket_cap_bytes=256,
+        prefetch=5,
+    )  # fmt: skip
+    kinds = ("fsdp_all_gather", "fsdp_all_gather_backward")
+    request = random_request(rng, options=auto, max_collectives=8, kinds=kinds)
+    hardware = random_hardware(rng, [group.role for group in request.groups])
+    request = request.with_options(replace(auto, hardware=hardware))
+    profile = random_profile(rng, request)
+    posted = client.post("/v1/plans", content=plan_body(request, profile), headers=MSGPACK)
+    if posted.status_code == 422:
+        return "", False
+    assessment = Plan.decode(posted.content).assessment
+    size, simulated = assessment.get("baselines", {}).get("size", {}), assessment["simulated"]
+    is_faster = simulated is not None and size["step_ns"] < simulated["step_ns"]
+    return client.get(f"/plans/{request.signature}").text, is_faster
