@@ -274,8 +274,8 @@ def open_attempt(
     opening from others on the same store; by default the calls of each process are counted.
 
     Raises `BadArgument` before anything else, of which the other ranks are told; `OpeningAborted` naming missing or odd
-    ranks, and `StoreFailed`, both within `deadline_s` plus `server_s` and a few seconds; where the store stops answering
-    at the end of that, after up to `deadline_s` more, at most a minute. Whatever else ends it on one rank, an interrupt
+    ranks, and `StoreFailed`, both within `deadline_s` plus `server_s` and a few seconds; where the store goes silent at
+    the end of that, after up to `deadline_s` more, at most a minute. Whatever else ends it on one rank, an interrupt
     too, ends it on all. The first participant's `mode` decides for all.
     """
     rank = this_rank() if rank is None else rank

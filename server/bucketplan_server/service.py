@@ -198,9 +198,11 @@ class PlanService:
     def forget(self, signature: str) -> None:
         """Drop what is in memory of a signature, so that the next answer comes from the store.
 
-        A load that is under way may have read what was there before, so its result is not kept either.
+        A load that is under way may have read what was there before, so its result is neither kept nor given to those
+        who ask from now on.
         """
         self.memory.drop(signature)
+        self._loads.pop(signature, None)
         self._generation[signature] = self._generation.get(signature, 0) + 1
 
     def stop(self) -> None:
@@ -224,11 +226,15 @@ class PlanService:
         if load is None:
             load = asyncio.create_task(self._load(signature))
             self._loads[signature] = load
-            load.add_done_callback(lambda _: self._loads.pop(signature, None))
+            load.add_done_callback(lambda done: self._loaded(signature, done))
         entry = await asyncio.shield(load)
         if entry is not None:
             self._metrics.count("bucketplan_plan_hits_total", "store")
         return entry
+
+    def _loaded(self, signature: str, load: asyncio.Task[Entry | None]) -> None:
+        if self._loads.get(signature) is load:
+            del self._loads[signature]
 
     async def _load(self, signature: str) -> Entry | None:
         generation = self._generation.get(signature, 0)

@@ -11,8 +11,10 @@ from bucketplan_core.epoch import Epoch
 from bucketplan_core.legality import check_decision
 from bucketplan_core.plan import Plan
 from bucketplan_core.wire import pack, unpack
+from bucketplan_server.store.plans import load_active
 from tests.server.test_attempts import open_attempt, report
 from tests.support.documents import MSGPACK, plan_body, profile_of, small_request
+from tests.support.inprocess import in_process
 from tests.support.server import running_server
 
 NUM = 8
@@ -42,6 +44,43 @@ def entries(tree: object, where: tuple[object, ...] = ()) -> Iterator[tuple[obje
     for key in keys:
         yield (*where, key)
         yield from entries(tree[key], (*where, key))
+
+
+def test_a_read_behind_an_activation_joins_no_load_that_began_before_it(tmp_path, monkeypatch):
+    request = small_request(402, num_candidates=NUM)
+    with in_process([str(tmp_path / "plans.db")], memory_cache_bytes=0) as servers:
+
+        async def read() -> str:
+            answer = await servers.call("GET", f"/v1/plans/{request.signature}", accept="application/msgpack")
+            return answer.headers["bucketplan-revision"]
+
+        async def change(what: str, **body: object) -> None:
+            content = pack({"reason": "test", **body})
+            path = f"/v1/plans/{request.signature}/{what}"
+            (await servers.call("POST", path, content=content, content_type="application/msgpack")).raise_for_status()
+
+        async def race() -> tuple[str, str]:
+            body = plan_body(request, profile_of(request))
+            await servers.call("POST", "/v1/plans", content=body, content_type="application/msgpack")
+            await change("revisions", options={"strategy": "none"})
+            loaded, go_on = asyncio.Event(), asyncio.Event()
+
+            async def held(store, signature):
+                rows = await load_active(store, signature)
+                loaded.set()
+                await go_on.wait()
+                return rows
+
+            monkeypatch.setattr("bucketplan_server.service.load_active", held)
+            early = asyncio.create_task(read())
+            await loaded.wait()
+            monkeypatch.undo()
+            await change("activate", revision=2)
+            late = await read()
+            go_on.set()
+            return await early, late
+
+        assert servers.run(race()) == ("1", "2")
 
 
 class TestReplanning:
