@@ -164,6 +164,22 @@ class TestChanging:
         assert json.loads(result.output)["revision"] == int(arguments[arguments.index("--revision") + 1])
         assert call_json(server, "events", "--limit", "1000")["events"][-1]["reason"] == "it's faster"
 
+    def test_what_a_job_has_of_its_own_is_taken_back(self, server):
+        change = ("activate", A.signature, "--reason", "r", "--job", "by-itself")
+        call(server, *change, "--revision", "1")
+        assert "as for everyone" in call(server, *change, "--as-everyone")
+        last = call_json(server, "events")["events"][-1]["body"]
+        assert last == {"before": 1, "job": "by-itself", "revision": None}
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [(), ("--job", "one"), ("--job", "one", "--as-everyone", "--revision", "1"), ("--as-everyone",)],
+    )
+    def test_activation_says_what_to_serve(self, server, arguments):
+        before = call_json(server, "events")
+        call(server, "activate", A.signature, "--reason", "r", *arguments, status=2)
+        assert call_json(server, "events") == before
+
     def test_option_that_is_no_pair_is_wrong_usage(self, server):
         call(server, "replan", A.signature, "--reason", "x", "--set", "strategy", status=2)
 

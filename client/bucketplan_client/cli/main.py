@@ -441,12 +441,19 @@ def activate(
     context: typer.Context,
     signature: Signature,
     reason: Reason,
-    revision: Annotated[int | None, typer.Option(help="Revision to serve; none takes a job's own back.", min=1)] = None,
+    revision: Annotated[int | None, typer.Option(help="Revision to serve.", min=1)] = None,
     for_job: Annotated[str | None, typer.Option("--job", help="Only for this job.", callback=not_empty)] = None,
+    as_everyone: Annotated[
+        bool, typer.Option("--as-everyone", help="Take back what the job has of its own: serve it what everyone is.")
+    ] = False,
     expected: Annotated[int | None, typer.Option(help="Refuse unless this revision is active now.", min=1)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Serve a revision to attempts that open from now on; also how to roll back."""
+    if as_everyone == (revision is not None):
+        raise typer.BadParameter("give a number, or --as-everyone, and not both", param_hint="--revision")
+    if as_everyone and not for_job:
+        raise typer.BadParameter("needs --job: everyone is served some revision", param_hint="--as-everyone")
     body: dict[str, Any] = {"reason": reason, "revision": revision}
     body |= {"job": for_job} if for_job else {}
     body |= {"expected": expected} if expected else {}
@@ -454,9 +461,8 @@ def activate(
     if as_json:
         print_json(done)
     else:
-        facts(
-            {"active": done.get("revision"), "before": done.get("before"), "open attempts": "keep the epoch they have"}
-        )
+        active = "as for everyone" if as_everyone else done.get("revision")
+        facts({"active": active, "before": done.get("before"), "open attempts": "keep the epoch they have"})
 
 
 @app.command(cls=Command)
