@@ -123,6 +123,27 @@ def test_a_file_of_several_names_is_named(tmp_path, command):
     assert f"{database} has 2 names (hard links)" in refused(*command, "--database", database)
 
 
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_what_this_user_may_not_open_is_named_and_not_called_damaged(tmp_path, what):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    database = folder / "x.db"
+    done("migrate", "--database", database)
+    # Root may open everything, but for these capabilities.
+    as_others = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+    (database if what == "file" else folder).chmod(0o000)
+    try:
+        for words in (*COMMANDS, ("backup", str(tmp_path / "copy"))):
+            command = [*as_others, sys.executable, "-m", "bucketplan_server", *words, "--database", str(database)]
+            ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+            assert ended.returncode == 1, ended.stderr
+            (line,) = ended.stderr.splitlines()
+            assert str(database) in line
+            assert "Permission denied; run this as the server's user" in line
+    finally:
+        (database if what == "file" else folder).chmod(0o700)
+
+
 def test_a_server_beside_an_inbox_that_is_none_does_not_start(tmp_path):
     (tmp_path / "x.db.inbox").write_text("")
     line = served(tmp_path, tmp_path / "x.db")

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from urllib.parse import quote
 
-from bucketplan_server.store.engine import StoreDamaged, StoreError
+from bucketplan_server.store.engine import StoreDamaged, StoreError, is_file
 
 __all__ = ["back_up"]
 
@@ -20,7 +20,7 @@ def back_up(source: Path, target: Path) -> int:
     The copy is one consistent state, taken in one step by SQLite's online backup, and readable by its owner alone.
     Raises `StoreError`; `target` then does not exist.
     """
-    if not source.is_file():
+    if not is_file(source):
         raise StoreError(f"there is no file {source}; name another with --database (BUCKETPLAN_DATABASE)")
     if target.exists() or target.is_symlink():
         raise StoreError(f"{target} exists; name a new file")

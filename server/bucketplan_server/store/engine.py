@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import sqlite3
+import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ __all__ = [
     "Store",
     "StoreDamaged",
     "StoreError",
+    "is_file",
     "open_for_reading",
     "open_store",
     "plain_row",
@@ -41,6 +43,7 @@ _WRITER_LOCK = 0x6275636B6574
 
 
 _SHOWN_DAMAGE = 3
+_WHOSE = "run this as the server's user, or name another file with --database (BUCKETPLAN_DATABASE)"
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
@@ -291,7 +294,7 @@ def _has_our_tables(connection: Connection) -> bool:
 
 def _read_only(url: URL) -> AsyncEngine:
     path = Path(url.database or "").absolute()
-    if not path.is_file():
+    if not is_file(path):
         raise StoreError(f"there is no file {path}; name another with --database (BUCKETPLAN_DATABASE)")
     reading = URL.create("sqlite+aiosqlite", database=f"file:{quote(str(path))}", query={"mode": "ro", "uri": "true"})
     engine = create_async_engine(reading, pool_size=1, max_overflow=0)
@@ -307,26 +310,39 @@ async def _refuse_damage(path: Path) -> None:
         raise StoreDamaged("; ".join(found[:_SHOWN_DAMAGE]) + (" ..." if len(found) > _SHOWN_DAMAGE else ""))
 
 
+def is_file(path: Path, *, writing: bool = False) -> bool:
+    """Whether there is a database file, which may be read, or written; raises `StoreError` where it may not."""
+    try:
+        file = path.resolve()
+        is_regular = stat.S_ISREG(file.stat().st_mode)
+    except FileNotFoundError:
+        return False
+    except RuntimeError as error:
+        raise StoreError(f"{path} leads nowhere: {error}; name a file with --database (BUCKETPLAN_DATABASE)") from None
+    except OSError as error:
+        raise StoreError(f"{path} cannot be reached: {error.strerror}; {_WHOSE}") from None
+    if not is_regular:
+        raise StoreError(f"{file} is no file; name one with --database (BUCKETPLAN_DATABASE)")
+    if not os.access(file, os.R_OK | (os.W_OK if writing else 0)):
+        raise StoreError(f"{file} cannot be {'written' if writing else 'read'}: Permission denied; {_WHOSE}")
+    return True
+
+
 def _lock_file(path: Path) -> FileLock:
     """The lock of the file, which is made where there is none, readable by its owner alone."""
     lock = FileLock(path.absolute())
     try:
+        exists = is_file(path, writing=True)
         file = path.resolve()
         if not file.parent.is_dir():
             raise StoreError(f"the folder {file.parent} does not exist; make it, or set BUCKETPLAN_DATABASE")
-        if file.exists() and not file.is_file():
-            raise StoreError(f"{file} is no file; name one with --database (BUCKETPLAN_DATABASE)")
         lock.acquire()
-        if not file.exists():
+        if not exists:
             # SQLite would make it as the umask says, and gives the files beside it its mode.
             os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-    except RuntimeError as error:
-        raise StoreError(f"{path} leads nowhere: {error}; set BUCKETPLAN_DATABASE to a file") from None
     except OSError as error:
         lock.release()
-        raise StoreError(
-            f"{error.filename} cannot be written: {error.strerror}; run this as the server's user"
-        ) from None
+        raise StoreError(f"{error.filename} cannot be written: {error.strerror}; {_WHOSE}") from None
     return lock
 
 
