@@ -530,5 +530,5 @@ def _found(check: Check) -> str:
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the command line."""
     app()
