@@ -196,7 +196,10 @@ class TestStatus:
         report(client, "groups", 1, compiled(3, digest="2" * 64, members=(2, 3)))
         (group,) = [g for g in status(client, "groups", 1)["groups"] if g["members"] == [2, 3]]
         assert group["state"] == "diverged"
-        assert group["slots"][0]["summary"] == f"rank 2 holds {'1' * 12}; rank 3 holds {'2' * 12}"
+        assert (
+            group["slots"][0]["summary"]
+            == f"rank 2 holds group digest {'1' * 12}; rank 3 holds group digest {'2' * 12}"
+        )
 
     def test_a_divergence_names_the_first_differing_field_with_both_values(self, client):
         left, right = small_request(310), small_request(311)
@@ -219,7 +222,7 @@ class TestStatus:
         reports = [compiled(rank, digest=("1" if rank < 26 else "2") * 64, members=ranks) for rank in ranks]
         report(client, "counted", 1, *reports)
         summary = status(client, "counted", 1)["groups"][0]["slots"][0]["summary"]
-        assert summary == f"26 ranks hold {'1' * 12}; ranks 26-31 hold {'2' * 12}"
+        assert summary == f"26 ranks hold group digest {'1' * 12}; ranks 26-31 hold group digest {'2' * 12}"
 
     def test_a_rank_that_believes_in_another_group_is_diverged(self, client):
         open_attempt(client, "lists", "a")

@@ -16,6 +16,7 @@ from bucketplan_server.recent import Recent
 from bucketplan_server.store.events import Cause
 from tests.server.test_attempts import open_attempt, report
 from tests.support.inprocess import in_process
+from tests.support.paths import ROOT
 from tests.support.postgres import PostgresAddress, running_postgres
 from tests.support.server import RunningServer, running_server
 
@@ -62,6 +63,8 @@ def test_a_restart_between_the_two_sides(tmp_path):
         (line,) = logged(server)
         assert (line["job"], line["attempt"], line["rank"]) == ("restarted", 1, 1)
         assert (line["digest"], line["others"]) == ("2" * 64, "1" * 64)
+        alerts = (ROOT / "deploy" / "prometheus" / "alerts.yaml").read_text()
+        assert line["event"] in alerts, "whom the alert calls is told which line has the job"
 
 
 def test_a_report_that_is_repeated_to_the_server_that_started_again_is_looked_at(tmp_path):

@@ -32,7 +32,7 @@ class _Holders:
     @property
     def name(self) -> str:
         if self.digest is not None:
-            return self.digest[:_SHOWN_HEX]
+            return f"group digest {self.digest[:_SHOWN_HEX]}"
         return "no signature" if self.signature is None else f"signature {self.signature[:_SHOWN_HEX]}"
 
 
@@ -217,7 +217,7 @@ def _by_signature(
 
 
 def _sentence(holders: Sequence[tuple[str, Sequence[int]]]) -> str:
-    """``26 ranks hold X; ranks 3, 5 hold Y``: the largest party first, named where they are few."""
+    """``26 ranks hold uuid X; ranks 3, 5 hold uuid Y``: the largest party first, named where they are few."""
     ordered = sorted(holders, key=lambda holder: (-len(holder[1]), holder[0]))
     return "; ".join(f"{_party(ranks)} hold{'s' if len(ranks) == 1 else ''} {name}" for name, ranks in ordered)
 
