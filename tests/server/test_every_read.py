@@ -1,15 +1,19 @@
 """Every address that is read answers in both encodings, with the same content."""
 
+import threading
+
 import httpx
 import pytest
 
-from bucketplan_core.attempt import RankReport
+from bucketplan_core.attempt import AttemptRequest, RankReport
 from bucketplan_core.collectives import Options
-from bucketplan_core.wire import digest_of, from_json, to_json, unpack
+from bucketplan_core.wire import digest_of, from_json, pack, to_json, unpack
+from bucketplan_server.http import answers
 from tests.server.test_attempts import open_attempt, report
 from tests.server.test_audit_reads import HARDWARE
 from tests.server.test_profiles import measured
 from tests.support.documents import MSGPACK, plan_body, profile_of, small_request
+from tests.support.inprocess import in_process
 from tests.support.server import running_server
 
 QUERIES = {"/v1/diff": "?a={signature}&b={signature}"}
@@ -78,3 +82,39 @@ def test_a_missing_thing_is_404_everywhere(reader):
                 answer = client.get(address, headers={"Accept": accept})
                 assert answer.status_code == 404, address
                 assert read(answer.content)["status"] == 404
+
+
+def test_no_large_answer_is_encoded_on_the_event_loop(tmp_path, monkeypatch):
+    encoded: list[tuple[int, int]] = []
+
+    def recorded(encode):
+        def call(*arguments, **options) -> bytes:
+            body = encode(*arguments, **options)
+            encoded.append((threading.get_ident(), len(body)))
+            return body
+
+        return call
+
+    for name in ("pack", "to_json"):
+        monkeypatch.setattr(answers, name, recorded(getattr(answers, name)))
+    options = Options(strategy="size", planner="size/1", hardware=HARDWARE)
+    request = small_request(options=options, num_candidates=400)
+    names = {"attempt": 1, "job": "reads", "revision": 1, "signature": request.signature}
+    with in_process([str(tmp_path / "store.db")], planner_processes=1) as servers:
+
+        async def scenario() -> None:
+            plan = await servers.call("POST", "/v1/plans", content=plan_body(request), **MSGPACK)
+            names["digest"] = unpack(plan.content)["digest"]
+            opening = AttemptRequest(key="a", participants={"fsdp": (tuple(range(4_000)),)})
+            opened = await servers.call("POST", "/v1/jobs/reads/attempts", content=pack(opening.to_wire()), **MSGPACK)
+            names["epoch"] = unpack(opened.content)["epoch_id"]
+            for path in (await servers.call("GET", "/openapi.json")).json()["paths"].items():
+                if "get" in path[1] and path[0] not in NOT_A_DOCUMENT and "{name}" not in path[0]:
+                    address = (path[0] + QUERIES.get(path[0], "")).format(**names)
+                    for accept in ("application/json", "application/msgpack"):
+                        assert (await servers.call("GET", address, accept=accept)).status_code == 200, address
+
+        servers.run(scenario())
+    large = [thread for thread, size in encoded if size > 10_000]
+    assert len(large) >= 5
+    assert threading.get_ident() not in large

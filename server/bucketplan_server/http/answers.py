@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from bucketplan_core.plan import Plan
 from bucketplan_core.wire import WireValue, pack, to_json
+from bucketplan_server.beside import DECODED_BYTES, beside
 from bucketplan_server.http.negotiation import JSON_TYPE, MSGPACK_TYPE, Encoding, accepts_gzip, names_tag, preferred
 from bucketplan_server.memory import Served, plan_headers
 from bucketplan_server.problems import Problem
 
-__all__ = ["answer", "plan_answer", "problem_answer", "wanted_encoding"]
+__all__ = ["answer", "large_answer", "plan_answer", "problem_answer", "wanted_encoding"]
 
 
 def wanted_encoding(request: Request, *, default: Encoding = "json") -> Encoding:
@@ -41,18 +42,33 @@ def answer(
     return Response(body, status_code=status, headers=dict(headers or {}), media_type=media_type)
 
 
-def plan_answer(request: Request, served: Served, encoding: Encoding, *, status: int = 200) -> Response:
+async def large_answer(
+    make: Callable[[], Mapping[str, WireValue]],
+    encoding: Encoding,
+    *,
+    status: int = 200,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """`answer` of what `make` returns, both in a thread: for trees that grow with a plan, a fleet or a list."""
+    return await beside(True, lambda: answer(make(), encoding, status=status, headers=headers))
+
+
+async def plan_answer(request: Request, served: Served, encoding: Encoding, *, status: int = 200) -> Response:
     """One plan as stored bytes or as a readable tree; 304 for a caller that has it, with the tag of what it has."""
     packed = served.gzipped if accepts_gzip(request.headers.get("accept-encoding")) else None
     if request.method in ("GET", "HEAD") and names_tag(request.headers.getlist("if-none-match"), served.row.digest):
         is_weak = encoding == "json" or packed is not None
         return _raw(served.not_modified_weak if is_weak else served.not_modified, 304)
     if encoding == "json":
-        tree = Plan.decode(served.row.plan).to_people()
-        response = Response(to_json(tree, indent=1), status_code=status, media_type=JSON_TYPE)
+        body = await beside(len(served.row.plan) > DECODED_BYTES, _readable_plan, served.row.plan)
+        response = Response(body, status_code=status, media_type=JSON_TYPE)
         response.raw_headers.extend(plan_headers(served.row, weak=True))
         return response
     return _raw(packed or served.plain, status)
+
+
+def _readable_plan(encoded: bytes) -> bytes:
+    return to_json(Plan.decode(encoded).to_people(), indent=1)
 
 
 def problem_answer(problem: Problem, accept: str | None, *, content_type: str | None = None) -> Response:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from bucketplan_core.plan import Plan
 from bucketplan_core.wire import unpack
 from bucketplan_server.access import Caller, Principal, needs
-from bucketplan_server.http.answers import answer
+from bucketplan_server.http.answers import large_answer
 from bucketplan_server.http.state import AppState, State
 from bucketplan_server.pages.draw import chart_of_memory, chart_of_sizes, drawing_of
 from bucketplan_server.pages.figures import ORDERS, PlanQuery, view_bucket, view_plan
@@ -150,7 +150,7 @@ async def pictures(request: Request, state: State, signature: AnySignature) -> R
         name: None if value is None else _whole(value if isinstance(value, tuple) else asdict(value))
         for name, value in drawn.items()
     }
-    return answer(tree, "json")
+    return await large_answer(lambda: tree, "json")
 
 
 @router.get("/plans/{signature}/buckets/{index}")

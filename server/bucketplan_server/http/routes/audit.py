@@ -11,7 +11,7 @@ from starlette.responses import Response
 from bucketplan_core.wire import MAX_INT, WireValue
 from bucketplan_server.access import Caller, needs
 from bucketplan_server.access.principal import JOB_PATTERN
-from bucketplan_server.http.answers import answer, plan_answer, wanted_encoding
+from bucketplan_server.http.answers import large_answer, plan_answer, wanted_encoding
 from bucketplan_server.http.describe import MAP, PLAN, PLAN_READ_PROBLEMS, both, obj, problems
 from bucketplan_server.http.parameters import CURSOR_PATTERN, DIGEST_PATTERN, Signature, read_cursor, write_cursor
 from bucketplan_server.http.state import State
@@ -72,7 +72,7 @@ async def get_plans(
         raise state.plans.store_unavailable(error) from None
     listed: list[WireValue] = [{**row, "groups": row["groups"].split("\n")} for row in rows]
     following = write_cursor(rows[-1]["created_ns"], rows[-1]["signature"]) if len(rows) == limit else None
-    return answer({"next": following, "plans": listed}, encoding)
+    return await large_answer(lambda: {"next": following, "plans": listed}, encoding)
 
 
 @router.get(
@@ -87,7 +87,7 @@ async def get_plans(
 )
 async def get_revision(request: Request, state: State, signature: Signature, revision: int) -> Response:
     encoding = wanted_encoding(request)
-    return plan_answer(request, await state.revisions.served(signature, revision), encoding)
+    return await plan_answer(request, await state.revisions.served(signature, revision), encoding)
 
 
 @router.get(
@@ -99,7 +99,8 @@ async def get_revision(request: Request, state: State, signature: Signature, rev
 async def explain(request: Request, state: State, signature: Signature, revision: Revision = None) -> Response:
     encoding = wanted_encoding(request)
     stored = await state.revisions.stored(signature, revision)
-    return answer(await state.pool.explain(stored), encoding)
+    found = await state.pool.explain(stored)
+    return await large_answer(lambda: found, encoding)
 
 
 @router.get(
@@ -118,7 +119,8 @@ async def diff(
 ) -> Response:
     encoding = wanted_encoding(request)
     sides = [await state.revisions.stored(a, revision_a), await state.revisions.stored(b, revision_b)]
-    return answer(await state.pool.diff(*sides), encoding)
+    found = await state.pool.diff(*sides)
+    return await large_answer(lambda: found, encoding)
 
 
 def _read_cursor(cursor: str | None) -> tuple[int, str] | None:

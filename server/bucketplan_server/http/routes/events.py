@@ -12,7 +12,7 @@ from bucketplan_core.wire import MAX_INT, WireValue, unpack
 from bucketplan_server.access import Caller, needs
 from bucketplan_server.access.principal import JOB_PATTERN, Principal
 from bucketplan_server.audit import verify
-from bucketplan_server.http.answers import answer, wanted_encoding
+from bucketplan_server.http.answers import answer, large_answer, wanted_encoding
 from bucketplan_server.http.describe import DIGEST, MAP, both, obj, problems
 from bucketplan_server.http.parameters import DIGEST_PATTERN
 from bucketplan_server.http.state import State
@@ -55,14 +55,18 @@ async def list_events(
         )
     except StoreError as error:
         raise state.plans.store_unavailable(error) from None
-    events: list[WireValue] = []
-    for row in found:
-        actor, reason = state.access.attribution(caller, row["actor"], row["reason"])
-        job_shown = row["job"] and caller.shown(row["job"])
-        events.append(
-            {**row, "actor": actor, "body": _shown(caller, unpack(row["body"])), "job": job_shown, "reason": reason}
-        )
-    return answer({"events": events}, encoding)
+
+    def tree() -> dict[str, WireValue]:
+        events: list[WireValue] = []
+        for row in found:
+            actor, reason = state.access.attribution(caller, row["actor"], row["reason"])
+            job_shown = row["job"] and caller.shown(row["job"])
+            events.append(
+                {**row, "actor": actor, "body": _shown(caller, unpack(row["body"])), "job": job_shown, "reason": reason}
+            )
+        return {"events": events}
+
+    return await large_answer(tree, encoding)
 
 
 @router.get(

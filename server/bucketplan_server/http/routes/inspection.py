@@ -10,7 +10,8 @@ from starlette.responses import Response
 
 from bucketplan_core.plan import Plan
 from bucketplan_server.access import needs
-from bucketplan_server.http.answers import answer, wanted_encoding
+from bucketplan_server.beside import DECODED_BYTES, beside
+from bucketplan_server.http.answers import large_answer, wanted_encoding
 from bucketplan_server.http.describe import DIGEST, MAP, PLAN_READ_PROBLEMS, both, obj, problems
 from bucketplan_server.http.negotiation import MSGPACK_TYPE, names_tag
 from bucketplan_server.http.parameters import DIGEST_PATTERN, Signature
@@ -39,7 +40,8 @@ router = APIRouter()
 async def trace(request: Request, state: State, signature: Signature, revision: Revision = None) -> Response:
     encoding = wanted_encoding(request)
     stored = await state.revisions.stored(signature, revision)
-    return answer(await state.pool.read(trace_step, stored), encoding)
+    found = await state.pool.read(trace_step, stored)
+    return await large_answer(lambda: found, encoding)
 
 
 @router.get(
@@ -66,8 +68,9 @@ async def get_decision(
     }
     if names_tag(request.headers.getlist("if-none-match"), digest):
         return Response(status_code=304, headers=headers)
-    decision = Plan.decode(row.plan).decision
+    plan = await beside(len(row.plan) > DECODED_BYTES, Plan.decode, row.plan)
     if encoding == "json":
-        return answer(decision.to_wire(), encoding, headers=headers)
-    headers["Content-Digest"] = content_digest(decision.encoded)
-    return Response(decision.encoded, media_type=MSGPACK_TYPE, headers=headers)
+        return await large_answer(plan.decision.to_wire, encoding, headers=headers)
+    encoded = plan.decision.encoded
+    headers["Content-Digest"] = content_digest(encoded)
+    return Response(encoded, media_type=MSGPACK_TYPE, headers=headers)

@@ -17,7 +17,7 @@ from bucketplan_core.wire import WireValue
 from bucketplan_server.access import Caller, needs
 from bucketplan_server.access.principal import JOB_PATTERN
 from bucketplan_server.beside import READ_REPORTS, beside
-from bucketplan_server.http.answers import answer, wanted_encoding
+from bucketplan_server.http.answers import answer, large_answer, wanted_encoding
 from bucketplan_server.http.bodies import read_document
 from bucketplan_server.http.describe import DIGEST, MAP, body_of, both, obj, problems
 from bucketplan_server.http.negotiation import body_encoding
@@ -126,21 +126,23 @@ async def open_attempt(request: Request, state: State, caller: Caller, job: Job)
     except BucketplanError as error:
         raise refuse(error).problem() from None
     opened = await state.jobs.open(caller.job(job), body, cause_of(request, "attempt opened"))
-    overrides: list[WireValue] = [
-        {
-            "digest": row.digest,
-            "plan": row.plan if encoding == "msgpack" else Plan.decode(row.plan).to_people(),
-            "signature": row.signature,
+
+    def tree() -> dict[str, WireValue]:
+        return {
+            "attempt": opened.attempt.attempt,
+            "epoch": opened.epoch.to_wire(),
+            "epoch_id": opened.epoch.id,
+            "overrides": [
+                {
+                    "digest": row.digest,
+                    "plan": row.plan if encoding == "msgpack" else Plan.decode(row.plan).to_people(),
+                    "signature": row.signature,
+                }
+                for row in opened.overrides
+            ],
         }
-        for row in opened.overrides
-    ]
-    tree: dict[str, WireValue] = {
-        "attempt": opened.attempt.attempt,
-        "epoch": opened.epoch.to_wire(),
-        "epoch_id": opened.epoch.id,
-        "overrides": overrides,
-    }
-    return answer(tree, encoding, status=201 if opened.created else 200)
+
+    return await large_answer(tree, encoding, status=201 if opened.created else 200)
 
 
 @router.get(
@@ -162,7 +164,7 @@ async def list_attempts(
 ) -> Response:
     encoding = wanted_encoding(request)
     found = await state.jobs.attempts(caller.job(job), before=before, limit=limit)
-    return answer({"attempts": [_brief(attempt) for attempt in found]}, encoding)
+    return await large_answer(lambda: {"attempts": [_brief(attempt) for attempt in found]}, encoding)
 
 
 @router.get(
@@ -196,7 +198,7 @@ async def get_attempt(
     if seen == reading.version:
         return Response(status_code=304, headers=headers)
     shown = {**await state.jobs.status(found, reading), "job": caller.shown(found.job)}
-    return answer(shown, encoding, headers=headers)
+    return await large_answer(lambda: shown, encoding, headers=headers)
 
 
 @router.post(
@@ -252,7 +254,8 @@ async def get_epoch(
     encoding = wanted_encoding(request)
     found = await state.jobs.epoch(epoch, namespace=caller.namespace)
     headers = {"ETag": f'"{epoch}"' if encoding == "msgpack" else f'W/"{epoch}"', "Vary": "Accept"}
-    return answer(found.to_wire(), encoding, headers={**headers, "Cache-Control": "max-age=31536000, immutable"})
+    headers["Cache-Control"] = "max-age=31536000, immutable"
+    return await large_answer(found.to_wire, encoding, headers=headers)
 
 
 def _read_reports(listed: Sequence[WireValue]) -> list[RankReport]:

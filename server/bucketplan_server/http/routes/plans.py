@@ -77,7 +77,7 @@ async def get_plan(
         return _pending(signature, encoding, state)
     if entry is None:
         raise unknown_signature(signature)
-    return plan_answer(request, await state.plans.under(entry, _epoch(request)), encoding)
+    return await plan_answer(request, await state.plans.under(entry, _epoch(request)), encoding)
 
 
 @router.post(
@@ -129,7 +129,7 @@ async def post_plan(request: Request, state: State) -> Response:
     except Pending:
         return _pending(signature, encoding, state)
     served = await state.plans.under(entry, _epoch(request))
-    return plan_answer(request, served, encoding, status=201 if created else 200)
+    return await plan_answer(request, served, encoding, status=201 if created else 200)
 
 
 def _epoch(request: Request) -> str | None:

@@ -13,7 +13,7 @@ from bucketplan_core.errors import BucketplanError, DecodeError
 from bucketplan_core.fields import Fields
 from bucketplan_core.wire import WireValue, pack, unpack
 from bucketplan_server.access import Caller, Principal, needs
-from bucketplan_server.http.answers import answer, wanted_encoding
+from bucketplan_server.http.answers import answer, large_answer, wanted_encoding
 from bucketplan_server.http.bodies import read_document
 from bucketplan_server.http.describe import DIGEST, MAP, body_of, both, obj, problems
 from bucketplan_server.http.negotiation import MSGPACK_TYPE, body_encoding
@@ -67,7 +67,7 @@ _ACTIVATE_BODY = obj(
     responses={200: both(MAP, "in MessagePack the canonical bytes that hash to it"), **problems(*_READ_PROBLEMS)},
 )
 async def get_request(request: Request, state: State, signature: Signature) -> Response:
-    return _document(request, (await state.revisions.documents(signature)).request)
+    return await _document(request, (await state.revisions.documents(signature)).request)
 
 
 @router.get(
@@ -77,7 +77,7 @@ async def get_request(request: Request, state: State, signature: Signature) -> R
     responses={200: both(MAP, "in MessagePack its canonical bytes"), **problems(*_READ_PROBLEMS)},
 )
 async def get_profile(request: Request, state: State, signature: Signature) -> Response:
-    return _document(request, (await state.revisions.documents(signature)).profile)
+    return await _document(request, (await state.revisions.documents(signature)).profile)
 
 
 @router.get(
@@ -102,7 +102,9 @@ async def list_revisions(
 ) -> Response:
     encoding = wanted_encoding(request)
     found = await state.revisions.revisions(signature, after=after, limit=limit)
-    return answer({"revisions": [_readable(row, caller, state) for row in found], "signature": signature}, encoding)
+    return await large_answer(
+        lambda: {"revisions": [_readable(row, caller, state) for row in found], "signature": signature}, encoding
+    )
 
 
 @router.post(
@@ -176,13 +178,17 @@ async def activate(request: Request, state: State, caller: Caller, signature: Si
     return answer({"before": before, "job": job, "revision": wanted.revision, "signature": signature}, encoding)
 
 
-def _document(request: Request, encoded: bytes) -> Response:
+async def _document(request: Request, encoded: bytes) -> Response:
     encoding = wanted_encoding(request)
     if encoding == "msgpack":
         return Response(encoded, media_type=MSGPACK_TYPE, headers={"Vary": "Accept"})
-    tree = unpack(encoded)
-    assert isinstance(tree, dict)
-    return answer(tree, encoding, headers={"Vary": "Accept"})
+
+    def readable() -> dict[str, WireValue]:
+        tree = unpack(encoded)
+        assert isinstance(tree, dict)
+        return tree
+
+    return await large_answer(readable, encoding, headers={"Vary": "Accept"})
 
 
 def _buckets(value: WireValue) -> tuple[tuple[int, ...], ...]:
