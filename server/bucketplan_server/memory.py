@@ -5,12 +5,12 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
 from bucketplan_core.epoch import Epoch
 from bucketplan_server.http.negotiation import MSGPACK_TYPE
+from bucketplan_server.recent import Recent
 from bucketplan_server.store.plans import Damaged, PlanRow
 
 __all__ = [
@@ -137,38 +137,15 @@ def _messages(row: PlanRow, body: bytes, *, encoding: bytes | None) -> tuple[Mes
     )
 
 
-class PlanMemory:
+class PlanMemory(Recent[str, Entry]):
     """Entries by signature within a budget of bytes, the least recently read leaving first."""
 
     def __init__(self, budget_bytes: int) -> None:
-        self._budget = budget_bytes
-        self._entries: OrderedDict[str, Entry] = OrderedDict()
-        self.size_bytes = 0
+        super().__init__(budget_bytes, weigh=lambda entry: entry.size_bytes)
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def get(self, signature: str) -> Entry | None:
-        entry = self._entries.get(signature)
-        if entry is not None:
-            self._entries.move_to_end(signature)
-        return entry
-
-    def put(self, signature: str, entry: Entry) -> None:
-        """Keep `entry`, replacing what was there; one that is larger than the whole budget is not kept."""
-        self.drop(signature)
-        if entry.size_bytes > self._budget:
-            return
-        self._entries[signature] = entry
-        self.size_bytes += entry.size_bytes
-        while self.size_bytes > self._budget:
-            _, oldest = self._entries.popitem(last=False)
-            self.size_bytes -= oldest.size_bytes
-
-    def drop(self, signature: str) -> None:
-        entry = self._entries.pop(signature, None)
-        if entry is not None:
-            self.size_bytes -= entry.size_bytes
+    @property
+    def size_bytes(self) -> int:
+        return self.weight
 
 
 def fixed_key(signature: str, digest: str) -> str:
@@ -180,14 +157,10 @@ class EpochMemory:
     """The epochs read last, by id."""
 
     def __init__(self, most: int = 4096) -> None:
-        self._most = most
-        self._epochs: OrderedDict[str, Epoch] = OrderedDict()
+        self._epochs: Recent[str, Epoch] = Recent(most)
 
     def get(self, epoch: str) -> Epoch | None:
         return self._epochs.get(epoch)
 
     def put(self, epoch: Epoch) -> None:
-        self._epochs[epoch.id] = epoch
-        self._epochs.move_to_end(epoch.id)
-        while len(self._epochs) > self._most:
-            self._epochs.popitem(last=False)
+        self._epochs.put(epoch.id, epoch)

@@ -12,7 +12,6 @@ import pytest
 
 from bucketplan_core.attempt import AttemptRequest, RankReport
 from bucketplan_server.jobs.divergence import Divergences
-from bucketplan_server.recent import Recent
 from bucketplan_server.store.events import Cause
 from tests.server.test_attempts import open_attempt, report
 from tests.support.inprocess import in_process
@@ -153,27 +152,3 @@ def test_what_agrees_is_not_counted_and_the_store_is_asked_once_a_group(tmp_path
 def test_other_lists_of_members_are_other_groups(tmp_path):
     reports = [compiled(0, "1", (0, 1, 2)), compiled(1, "2"), compiled(2, "1", (2, 1, 0))]
     assert count_of(str(tmp_path / "store.db"), reports) == 0
-
-
-class TestRecent:
-    def test_what_was_read_last_stays(self):
-        kept = Recent[str, int](2)
-        kept.put("a", 1)
-        kept.put("b", 2)
-        assert kept.get("a") == 1
-        kept.put("c", 3)
-        assert [kept.get(key) for key in "abc"] == [1, None, 3]
-
-    def test_values_weigh_what_they_weighed_when_they_were_put(self):
-        kept = Recent[str, list[int]](5, weigh=len)
-        value = [1, 2]
-        kept.put("a", value)
-        value.append(3)
-        kept.put("b", [1, 2, 3])
-        assert (kept.weight, len(kept)) == (5, 2)
-        kept.put("b", [1])
-        kept.drop("a")
-        kept.drop("a")
-        assert (kept.weight, len(kept)) == (1, 1)
-        kept.put("large", [0] * 6)
-        assert (kept.get("large"), kept.get("b")) == (None, [1])
