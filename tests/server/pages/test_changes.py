@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page
 
 from tests.server.test_attempts import open_attempt
@@ -291,3 +292,30 @@ def test_nothing_is_said_to_be_done_that_is_not_so(client, query):
     activate(client, signature, 2, job="own")
     text = client.get(f"/plans/{signature}?{query}").text
     assert 'role="status"' not in text
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
+def test_previews_and_what_follows_are_accessible(tab, client, scheme, width):
+    signature = new_plan(client)
+    add(client, signature, prefetch=7)
+    activate(client, signature, 2, job="its-own")
+    tab.emulate_media(color_scheme=scheme)
+    tab.set_viewport_size({"width": width, "height": 900})
+
+    def is_accessible() -> None:
+        found = Axe().run(tab)
+        assert found.violations_count == 0, found.generate_report()
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width
+
+    tab.goto(f"/plans/{signature}")
+    for summary in tab.locator("details[id=options] summary, #revisions ~ .scroll summary").all():
+        summary.click()
+    is_accessible()
+    preview_replan(tab, prefetch="9")
+    is_accessible()
+    confirm(tab)
+    is_accessible()
+    preview_activation(tab, 1, job="nobody")
+    is_accessible()
+    tab.goto("/login?unsent=yes&next=/plans")
+    is_accessible()
