@@ -203,6 +203,7 @@ _REMEDIES = {
     "unknown-attempt": "Check job and attempt number; `bucketplan job` lists the attempts of a job",
     "store-unavailable": "Look at the server's database and disk; known plans are still served",
     "store-damaged": "Stop the server, run `bucketplan-server verify` on its database, and restore a backup",
+    "unconfirmed": "Look at what is stored now before you repeat the call",
     "busy": "Try again later, or give the server more capacity",
     "conflict": "Read the current state again and repeat the call on it",
 }

@@ -53,6 +53,7 @@ _TYPES = (
     ProblemType("cannot-plan", 422, "The request cannot be planned as its options ask"),
     ProblemType("illegal-plan", 422, "The plan breaks a rule of legality"),
     ProblemType("internal", 500, "The server failed in a way that is its own fault"),
+    ProblemType("unconfirmed", 500, "The store did not say whether it made the change"),
     ProblemType("quarantined", 503, "The stored plan is damaged and is not served"),
     ProblemType("busy", 503, "The server has more to do than it may queue"),
     ProblemType("planner-failed", 503, "The planning process ended before it had a plan"),

@@ -39,6 +39,14 @@ from bucketplan_server.store.revisions import (
 
 __all__ = ["RevisionService"]
 
+_LOOK_AT_ACTIVE = (
+    "Look at the revisions of this signature, which say what is active, before you repeat the call; with `expected` as "
+    "it was, a repetition is done once or refused as a conflict"
+)
+_LOOK_AT_REVISIONS = (
+    "Look at the revisions of this signature before you repeat the call: a repetition adds a revision of its own"
+)
+
 
 class RevisionService:
     """Revisions of stored plans. Every method raises `Problem` for what a caller must be told."""
@@ -211,7 +219,7 @@ class RevisionService:
         except Conflict as conflict:
             raise Problem("conflict", str(conflict), fields={"path": conflict.path}) from None
         except StoreError as error:
-            raise self._plans.store_unavailable(error) from None
+            raise self._plans.store_unavailable(error, look=_LOOK_AT_ACTIVE) from None
         self._plans.forget(signature)
         self._log.info(
             "plan.activated",
@@ -287,7 +295,7 @@ class RevisionService:
         except Conflict as conflict:
             raise Problem("conflict", str(conflict), fields={"path": conflict.path}) from None
         except StoreError as error:
-            raise self._plans.store_unavailable(error) from None
+            raise self._plans.store_unavailable(error, look=_LOOK_AT_REVISIONS) from None
         self._log.info(
             "revision.created",
             signature=signature,

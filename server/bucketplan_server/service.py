@@ -17,7 +17,7 @@ from bucketplan_server.planner.planned import PlanJob
 from bucketplan_server.planner.pool import PlannerPool
 from bucketplan_server.problems import Problem, refuse
 from bucketplan_server.settings import Settings
-from bucketplan_server.store.engine import Store, StoreDamaged, StoreError
+from bucketplan_server.store.engine import Store, StoreDamaged, StoreError, StoreUnconfirmed
 from bucketplan_server.store.events import Cause
 from bucketplan_server.store.jobs import load_epoch
 from bucketplan_server.store.plans import (
@@ -355,15 +355,22 @@ class PlanService:
             fields={"signature": damaged.signature, "revision": damaged.revision},
         )
 
-    def store_unavailable(self, error: StoreError) -> Problem:
-        """What a caller is told when the store fails: repeat, unless it is damaged; known plans are still served."""
+    def store_unavailable(self, error: StoreError, *, look: str | None = None) -> Problem:
+        """What a caller is told when the store fails: repeat, unless it is damaged; known plans are still served.
+
+        `look` is for calls that must not just be repeated where the change may have been stored: how to find out.
+        """
         self._log.error("store.failed", detail=str(error))
         if isinstance(error, StoreDamaged):
             # Without Retry-After: only an operator can end this.
             return Problem("store-damaged", f"{error}. Nothing was changed, and repeating the call will not help")
+        if isinstance(error, StoreUnconfirmed) and look is not None:
+            # Without Retry-After, and of a status that no client repeats by itself.
+            return Problem("unconfirmed", f"the store failed: {error}. {look}")
+        outcome = str(error) if isinstance(error, StoreUnconfirmed) else f"{error}; nothing was changed"
         return Problem(
             "store-unavailable",
-            f"the store failed: {error}; nothing was changed. Repeat the call",
+            f"the store failed: {outcome}. Repeat the call, which is harmless",
             headers={"Retry-After": str(self._settings.retry_after_seconds)},
         )
 

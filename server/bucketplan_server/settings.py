@@ -74,7 +74,9 @@ class Settings(BaseSettings):
         description="address space of one planning process, so that no body can exhaust the machine",
     )
     memory_cache_bytes: int = Field(512 * 2**20, ge=0, description="stored plans kept in memory")
-    store_timeout_seconds: float = Field(10.0, gt=0, description="longest wait for the store before 503")
+    store_timeout_seconds: float = Field(
+        10.0, gt=0, description="longest wait for the store before 503; a commit may take as long again"
+    )
     refresh_seconds: float = Field(
         1.0, gt=0, description="how often changes made by other replicas are read; bounds how stale an answer can be"
     )

@@ -25,7 +25,7 @@ _MOST_COMMAND_BYTES = 64 * 1024
 
 
 class NotTaken(Exception):
-    """No server carried the command out; nothing was changed."""
+    """No server said that it carried the command out; one may be at it, or have stopped amid it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,10 @@ class Inbox:
             if time.monotonic() > ends:
                 (self._folder / f"{name}.command").unlink(missing_ok=True)
                 if not answer.exists():
-                    raise NotTaken(f"the server did not carry it out within {timeout_seconds:g} s; look at its log")
+                    raise NotTaken(
+                        f"the server did not say within {timeout_seconds:g} s that it carried this out; look at its "
+                        "log and at bucketplan-server token list before you repeat it"
+                    )
             time.sleep(0.02)
         refused: str | None = json.loads(answer.read_text())["error"]
         answer.unlink()

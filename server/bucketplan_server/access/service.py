@@ -10,16 +10,25 @@ from bucketplan_server.access.inbox import Command, Inbox
 from bucketplan_server.access.principal import ROLES
 from bucketplan_server.access.tokens import Token, TokenTable
 from bucketplan_server.settings import Settings
-from bucketplan_server.store.engine import Store, StoreError
+from bucketplan_server.store.engine import Store, StoreError, StoreUnconfirmed
 from bucketplan_server.store.events import Cause
 from bucketplan_server.store.jobs import Conflict
 from bucketplan_server.store.tokens import create_token, load_tokens, revoke_token
 
 __all__ = ["TokenService", "carry_out"]
 
+_LOST_SECRET = "the secret of one that was made now is lost, so revoke it and make one of another name"
+
 
 async def carry_out(store: Store, command: Command) -> None:
     """Make or revoke a token; raises `Conflict`, `StoreError`, `ValueError`."""
+    try:
+        await _carry_out(store, command)
+    except StoreUnconfirmed as error:
+        raise StoreUnconfirmed(f"{error}: see bucketplan-server token list; {_LOST_SECRET}") from error
+
+
+async def _carry_out(store: Store, command: Command) -> None:
     cause = Cause(command.actor, command.reason)
     if command.hash is None:
         await revoke_token(store, command.name, cause)

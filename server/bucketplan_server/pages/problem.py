@@ -33,6 +33,9 @@ _ADVICE: Mapping[int, str] = {
 }
 
 
+_ADVICE_FOR: Mapping[str, str] = {"unconfirmed": "Go back and look at what is served now, before you try again."}
+
+
 def refusal(scope: Scope, problem: Problem) -> Response:
     """`problem` for whoever made this call: a page for a browser outside the API, else problem details."""
     headers = Headers(scope=scope)
@@ -48,7 +51,7 @@ def problem_page(request: Request, problem: Problem) -> Response:
     return page(
         request,
         "problem.html",
-        advice=_ADVICE.get(problem.status, "Go back and try again."),
+        advice=_ADVICE_FOR.get(problem.slug) or _ADVICE.get(problem.status, "Go back and try again."),
         back="/" if back.partition("?")[0] == request.url.path else back,
         code=problem.status,
         headers=problem.headers,

@@ -11,7 +11,7 @@ import contextlib
 import os
 import sqlite3
 import stat
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -19,7 +19,7 @@ from urllib.parse import quote
 from sqlalchemy import Connection, RowMapping, event, inspect, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncTransaction, create_async_engine
 from sqlalchemy.pool import NullPool
 
 from bucketplan_server.store.integrity import file_damage
@@ -30,6 +30,7 @@ __all__ = [
     "Store",
     "StoreDamaged",
     "StoreError",
+    "StoreUnconfirmed",
     "is_file",
     "open_for_reading",
     "open_store",
@@ -45,10 +46,17 @@ _WRITER_LOCK = 0x6275636B6574
 _SHOWN_DAMAGE = 3
 _WHOSE = "run this as the server's user, or name another file with --database (BUCKETPLAN_DATABASE)"
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_NOT_SYNCED = (sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC)
+_CUT_OFF = ("08", "40003", "57")
+"""SQLSTATEs of lost connections, of statements whose end is unknown, and of servers that stop."""
 
 
 class StoreError(Exception):
-    """The store could not be read or written; nothing was changed by the transaction that failed."""
+    """The store could not be read or written; nothing was changed, unless it is `StoreUnconfirmed`."""
+
+
+class StoreUnconfirmed(StoreError):
+    """The database did not say whether it committed: the change may be stored, now or in a moment, or not."""
 
 
 class StoreDamaged(StoreError):
@@ -81,6 +89,7 @@ class Store:
             if self.is_postgres
             else None
         )
+        self._endings: set[asyncio.Task[None]] = set()
         self.errors = 0
 
     @contextlib.asynccontextmanager
@@ -91,7 +100,10 @@ class Store:
 
     @contextlib.asynccontextmanager
     async def write(self) -> AsyncIterator[AsyncConnection]:
-        """All or nothing, one writer at a time over every replica; durable when the block has ended."""
+        """All or nothing, one writer at a time over every replica; durable when the block has ended.
+
+        Raises `StoreUnconfirmed` where that cannot be said, any other `StoreError` where nothing was changed.
+        """
         async with self._transaction(self._engine) as connection:
             await self._order_writers(connection)
             yield connection
@@ -156,6 +168,8 @@ class Store:
             await connection.execute(text("SELECT 1"))
 
     async def close(self) -> None:
+        if self._endings:
+            await asyncio.wait(self._endings, timeout=self._timeout)
         await self._engine.dispose()
         if self._planners is not None:
             await self._planners.dispose()
@@ -164,17 +178,64 @@ class Store:
 
     @contextlib.asynccontextmanager
     async def _transaction(self, engine: AsyncEngine, *, bounded: bool = True) -> AsyncIterator[AsyncConnection]:
-        """A transaction that begins in time, and where it is `bounded` ends in time."""
+        """A transaction that begins in time, and where it is `bounded` is carried out in time.
+
+        Its end is waited for as long again: whoever gave up earlier would not know what became of it.
+        """
+        committing = False
         try:
-            async with asyncio.timeout(self._timeout) as deadline, engine.begin() as connection:
-                if not bounded:
-                    deadline.reschedule(None)
-                yield connection
+            async with asyncio.timeout(self._timeout) as deadline:
+                connection = await engine.connect()
+                try:
+                    transaction = await connection.begin()
+                    if not bounded:
+                        deadline.reschedule(None)
+                    yield connection
+                except BaseException:
+                    with contextlib.suppress(SQLAlchemyError, OSError, TimeoutError):
+                        await self._end(connection.close(), self._timeout)
+                    raise
+            committing = engine is not self._reading
+            await self._end(_commit(connection, transaction), self._timeout if bounded else None)
         except (SQLAlchemyError, OSError, TimeoutError) as error:
             self.errors += 1
+            if committing and not _is_refusal(error):
+                raise StoreUnconfirmed(f"{_reason(error)}; the change may have been stored or not") from error
             if _is_damage(error):
                 raise StoreDamaged(_reason(error)) from error
             raise StoreError(_reason(error)) from error
+
+    async def _end(self, ending: Coroutine[Any, Any, None], seconds: float | None) -> None:
+        """Wait for the end of a transaction, which comes also when the caller leaves; raises `TimeoutError`."""
+        task = asyncio.create_task(ending)
+        self._endings.add(task)
+        task.add_done_callback(self._ended)
+        async with asyncio.timeout(seconds):
+            await asyncio.shield(task)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._endings.discard(task)
+        if not task.cancelled():
+            # Seen, also where nobody waits any more.
+            task.exception()
+
+
+async def _commit(connection: AsyncConnection, transaction: AsyncTransaction) -> None:
+    try:
+        await transaction.commit()
+    finally:
+        await connection.close()
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether the database itself says that a commit did not happen."""
+    origin = getattr(error, "orig", None)
+    code = getattr(origin, "sqlite_errorcode", None)
+    if code is not None:
+        # What was written may be found again after a crash when it could not be synced.
+        return code not in _NOT_SYNCED
+    state = getattr(origin, "sqlstate", None)
+    return state is not None and not state.startswith(_CUT_OFF)
 
 
 def plain_row(row: RowMapping) -> dict[str, Any]:

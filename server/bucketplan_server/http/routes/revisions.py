@@ -115,7 +115,7 @@ async def list_revisions(
     openapi_extra=body_of(_REVISION_BODY, "exactly one of options, buckets and decision"),
     responses={
         201: both(obj({"revision": _COUNT, "signature": DIGEST}), "stored, not active yet"),
-        **problems(*_WRITE_PROBLEMS, "illegal-plan", "cannot-plan", "unknown-planner", "planner-failed"),
+        **problems(*_WRITE_PROBLEMS, "illegal-plan", "cannot-plan", "unknown-planner", "planner-failed", "unconfirmed"),
     },
 )
 async def add_revision(request: Request, state: State, signature: Signature) -> Response:
@@ -153,7 +153,7 @@ async def add_revision(request: Request, state: State, signature: Signature) -> 
     openapi_extra=body_of(_ACTIVATE_BODY, "attempts that are open keep the epoch they have"),
     responses={
         200: both(obj({"before": {"type": ["integer", "null"]}, "signature": DIGEST}), "what was active before"),
-        **problems(*_WRITE_PROBLEMS, "quarantined"),
+        **problems(*_WRITE_PROBLEMS, "quarantined", "unconfirmed"),
     },
 )
 async def activate(request: Request, state: State, caller: Caller, signature: Signature) -> Response:
