@@ -34,7 +34,11 @@ METRICS: dict[str, tuple[str, tuple[str, ...], str]] = {
     ),
     "bucketplan_waiters": ("gauge", (), "calls waiting for planning now"),
     "bucketplan_planner_crashes_total": ("counter", (), "planning processes that died"),
-    "bucketplan_store_errors_total": ("counter", (), "transactions that failed"),
+    "bucketplan_store_errors_total": (
+        "counter",
+        (),
+        "transactions that failed, rows that cannot be read, and failures of what a server repeats",
+    ),
     "bucketplan_attempts_opened_total": ("counter", (), "job attempts that were opened"),
     "bucketplan_reports_total": ("counter", (), "reports of ranks that were new"),
     "bucketplan_divergences_total": ("counter", (), "reports that contradict another rank of their group"),

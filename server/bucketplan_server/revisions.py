@@ -56,6 +56,7 @@ class RevisionService:
         self._store = store
         self._pool = pool
         self._plans = plans
+        self._followed: int | None = None
         self._log = structlog.get_logger("bucketplan_server")
 
     async def documents(self, signature: str) -> SignatureRow:
@@ -233,19 +234,13 @@ class RevisionService:
         return before
 
     async def follow(self) -> None:
-        """Drop from memory what other replicas changed, for ever; run as a task."""
-        after: int | None = None
-        while True:
-            try:
-                if after is None:
-                    after = await last_event(self._store)
-                else:
-                    after, changed = await changed_signatures(self._store, after)
-                    for signature in changed:
-                        self._plans.forget(signature)
-            except StoreError as error:
-                self._log.warning("store.failed", detail=str(error))
-            await asyncio.sleep(self._settings.refresh_seconds)
+        """Drop from memory what other replicas changed since the last call; raises `StoreError`."""
+        if self._followed is None:
+            self._followed = await last_event(self._store)
+            return
+        self._followed, changed = await changed_signatures(self._store, self._followed)
+        for signature in changed:
+            self._plans.forget(signature)
 
     async def _add(
         self,

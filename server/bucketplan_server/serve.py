@@ -18,10 +18,11 @@ from bucketplan_server import __version__
 from bucketplan_server.access.authenticate import Access
 from bucketplan_server.access.service import TokenService
 from bucketplan_server.access.tokens import TokenTable
+from bucketplan_server.background import Background
 from bucketplan_server.http.app import build_app
 from bucketplan_server.http.front import TRUSTED_PROXIES, Front
 from bucketplan_server.http.state import AppState
-from bucketplan_server.jobs.service import JobService
+from bucketplan_server.jobs.service import PRUNE_EVERY_SECONDS, JobService
 from bucketplan_server.limits import prepare_limits
 from bucketplan_server.metrics import Metrics
 from bucketplan_server.planner.pool import PlannerPool
@@ -61,19 +62,23 @@ async def open_state(settings: Settings) -> AsyncIterator[AppState]:
         revisions=revisions,
         metrics=metrics,
         access=access,
+        tokens=tokens,
     )
     metrics.read_from("bucketplan_store_errors_total", lambda: store.errors)
     metrics.read_from("bucketplan_planner_crashes_total", lambda: pool.crashes)
     metrics.read_from("bucketplan_ready", lambda: 0.0 if state.draining else 1.0)
-    followers = [asyncio.create_task(revisions.follow()), asyncio.create_task(jobs.prune())]
+    background = Background(store)
     try:
         await tokens.start()
-        followers.append(asyncio.create_task(tokens.follow()))
+        background.repeat("revisions", revisions.follow, every_seconds=settings.refresh_seconds)
+        background.repeat("tokens", tokens.refresh, every_seconds=settings.refresh_seconds)
+        background.repeat("token commands", tokens.carry_out_commands, every_seconds=settings.refresh_seconds)
+        if settings.report_retention_days:
+            background.repeat("retention", jobs.prune, every_seconds=PRUNE_EVERY_SECONDS)
         await pool.warm_up()
         yield state
     finally:
-        for follower in followers:
-            follower.cancel()
+        await background.close()
         await plans.close()
         await pool.close()
         await store.close()

@@ -51,13 +51,17 @@ class Token:
     created_ns: int
     expires_ns: int | None
     revoked_ns: int | None
+    damage: str | None = None
+    """Why the stored row is not that of a token, which nobody holds then; `hash` is empty."""
 
     @property
     def principal(self) -> Principal:
         return Principal(self.name, self.role, self.namespace)
 
     def state(self, now_ns: int) -> str:
-        """``valid``, ``expired`` or ``revoked``."""
+        """``valid``, ``expired``, ``revoked`` or ``damaged``."""
+        if self.damage is not None:
+            return "damaged"
         if self.revoked_ns is not None:
             return "revoked"
         return "expired" if self.expires_ns is not None and now_ns >= self.expires_ns else "valid"
@@ -89,9 +93,10 @@ class TokenTable:
                 0 if token.revoked_ns is not None else ends_never if token.expires_ns is None else token.expires_ns,
             )
             for token in tokens
+            if token.damage is None
         }
         self._seen.clear()
-        self.required = self.required or bool(self._by_hash)
+        self.required = self.required or bool(tokens)
 
     def admits(self, authorization: bytes) -> bool:
         """Whether an Authorization header holds a token that is valid now, remembered until the tokens change.

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from bucketplan_server.access.authenticate import Access
 from bucketplan_server.access.dependency import principal_of
 from bucketplan_server.access.principal import ANYONE
+from bucketplan_server.access.service import TokenService
 from bucketplan_server.jobs.service import JobService
 from bucketplan_server.metrics import Metrics
 from bucketplan_server.planner.pool import PlannerPool
@@ -37,6 +38,7 @@ class AppState:
     revisions: RevisionService
     metrics: Metrics
     access: Access
+    tokens: TokenService
     draining: bool = field(default=False)
     verifying: asyncio.Lock = field(default_factory=asyncio.Lock)
 

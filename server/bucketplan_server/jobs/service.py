@@ -45,13 +45,14 @@ from bucketplan_server.store.jobs import (
 )
 from bucketplan_server.store.plans import PlanRow
 
-__all__ = ["JobService", "Opened"]
+__all__ = ["PRUNE_EVERY_SECONDS", "JobService", "Opened"]
 
 _KEPT_PARTICIPANTS = 64
 _KEPT_ATTEMPTS = 64
 _NS = 1_000_000_000
 _DAY_NS = 86_400 * _NS
-_PRUNE_EVERY_SECONDS = 3_600
+PRUNE_EVERY_SECONDS = 3_600.0
+"""How often reports that are too old are looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,16 +149,15 @@ class JobService:
         return Opened(attempt, epoch, tuple(overrides), created)
 
     async def prune(self) -> None:
-        """Delete reports that are older than the setting, for ever; run as a task."""
-        days = self._settings.report_retention_days
-        while days:
-            try:
-                pruned = await prune_reports(self._store, time.time_ns() - days * _DAY_NS)
-                if pruned:
-                    self._log.info("reports.pruned", reports=pruned)
-            except StoreError as error:
-                self._log.warning("store.failed", detail=str(error))
-            await asyncio.sleep(_PRUNE_EVERY_SECONDS)
+        """Delete reports that are older than the setting, which is not 0."""
+        before_ns = time.time_ns() - self._settings.report_retention_days * _DAY_NS
+        pruned = await prune_reports(self._store, before_ns, kept=self._say_damaged)
+        if pruned:
+            self._log.info("reports.pruned", reports=pruned)
+
+    def _say_damaged(self, job: str, attempt: int, reason: str) -> None:
+        self._store.errors += 1
+        self._log.error("reports.damaged", job=job, attempt=attempt, detail=reason)
 
     async def report(self, job: str, attempt: int, reports: Sequence[RankReport], cause: Cause) -> None:
         """Store reports; those of many ranks that come at once share a transaction. Repeating one changes nothing."""

@@ -136,12 +136,24 @@ class PlannerPool:
                     process = await self._try_start()
                 work = await self._queue.get()
                 if not work.answer.done():
-                    process = await self._carry_out(work, process)
+                    process = await self._survive(work, process)
         finally:
             if work is not None:
                 work.answer.cancel()
             if process is not None:
                 await process.close()
+
+    async def _survive(self, work: _Work, process: PlanningProcess | None) -> PlanningProcess | None:
+        """As `_carry_out`; what that did not expect is told to who waits for `work`, and the next one is done."""
+        try:
+            return await self._carry_out(work, process)
+        except Exception as error:
+            self._log.error("planner.failed", exc_info=error)
+            if not work.answer.done():
+                work.answer.set_exception(self._died_twice())
+            if process is not None:
+                await process.close()
+            return None
 
     async def _carry_out(self, work: _Work, process: PlanningProcess | None) -> PlanningProcess | None:
         """Set the answer of `work`; returns the process that is there for the next one."""

@@ -11,6 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from bucketplan_core.attempt import OPEN_SLOT, AttemptRequest, RankReport
 from bucketplan_core.epoch import Epoch
+from bucketplan_core.errors import BucketplanError
 from bucketplan_core.fields import Fields
 from bucketplan_core.wire import digest_of, pack, unpack
 from bucketplan_server.access.principal import SEPARATOR
@@ -265,10 +266,13 @@ async def _insert_reports(
     )
 
 
-async def prune_reports(store: Store, before_ns: int) -> int:
+async def prune_reports(
+    store: Store, before_ns: int, *, kept: Callable[[str, int, str], None] = lambda _job, _attempt, _reason: None
+) -> int:
     """Delete reports of graphs of attempts that got none since `before_ns`, an event an attempt; answers how many.
 
-    What a job has reported stays known by signature, and so do openings: neither an epoch nor who opened changes.
+    What a job has reported stays known by signature, and so do openings: neither an epoch nor who opened changes. An
+    attempt with a report that cannot be read keeps all of them; `kept` is told job, attempt and why.
     """
     graphs = reports.c.slot != OPEN_SLOT
     old = (
@@ -286,9 +290,16 @@ async def prune_reports(store: Store, before_ns: int) -> int:
             found = (await connection.execute(old)).first()
             if found is None:
                 return total
+            # What was looked at is not looked at again, so that a damaged attempt does not hold up the others.
+            same_job = (reports.c.job == found.job) & (reports.c.attempt > found.attempt)
+            old = old.where(or_(reports.c.job > found.job, same_job))
             here = (reports.c.job == found.job) & (reports.c.attempt == found.attempt) & graphs
             rows = [row.report for row in await connection.execute(select(reports.c.report).where(here))]
-            read = [RankReport.read(Fields(unpack(row), "report")) for row in rows]
+            try:
+                read = [RankReport.read(Fields(unpack(row), "report")) for row in rows]
+            except (BucketplanError, TypeError) as error:
+                kept(found.job, found.attempt, str(error))
+                continue
             await connection.execute(delete(reports).where(here))
             signatures = sorted({report.signature for report in read if report.signature is not None})
             await append_event(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Mapping
+from typing import Any
 
-from sqlalchemy import insert, inspect, select, update
+from sqlalchemy import RowMapping, insert, inspect, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from bucketplan_core.fields import is_digest
 from bucketplan_core.wire import digest_of
+from bucketplan_server.access.principal import NAMESPACE_PATTERN, ROLES, SEPARATOR
 from bucketplan_server.access.tokens import Token
 from bucketplan_server.store.engine import Store
 from bucketplan_server.store.events import Cause, append_event
@@ -23,7 +28,7 @@ def token_fingerprint(hashed: bytes) -> str:
 
 
 async def load_tokens(store: Store) -> list[Token]:
-    """Every token by name, revoked and expired ones too."""
+    """Every token by name, revoked, expired and damaged ones too."""
     async with store.read() as connection:
         return await read_tokens(connection)
 
@@ -33,7 +38,7 @@ async def read_tokens(connection: AsyncConnection) -> list[Token]:
     if not await connection.run_sync(lambda sync: inspect(sync).has_table("tokens")):
         return []
     rows = (await connection.execute(select(tokens).order_by(tokens.c.name))).mappings()
-    return [Token(**{**row, "hash": bytes.fromhex(row["hash"])}) for row in rows]
+    return [_read(row) for row in rows]
 
 
 async def create_token(store: Store, token: Token, cause: Cause) -> Token:
@@ -47,7 +52,7 @@ async def create_token(store: Store, token: Token, cause: Cause) -> Token:
         known = (await connection.execute(select(tokens).where(tokens.c.name == token.name))).mappings().first()
         if known is not None:
             if known["hash"] == token.hash.hex():
-                return Token(**{**known, "hash": token.hash})
+                return _read(known)
             raise Conflict("name", f"a token {token.name!r} was made before; names are never used again")
         columns = {"role": token.role, "namespace": token.namespace, "expires_ns": token.expires_ns}
         await connection.execute(
@@ -73,5 +78,23 @@ async def revoke_token(store: Store, name: str, cause: Cause) -> Token:
         if known["revoked_ns"] is None:
             await connection.execute(update(tokens).where(tokens.c.name == name).values(revoked_ns=now))
             await append_event(connection, "token.revoked", cause, at_ns=now, body={"name": name})
-    revoked_ns = now if known["revoked_ns"] is None else known["revoked_ns"]
-    return Token(**{**known, "hash": bytes.fromhex(known["hash"]), "revoked_ns": revoked_ns})
+    return _read({**known, "revoked_ns": now if known["revoked_ns"] is None else known["revoked_ns"]})
+
+
+def _read(row: RowMapping | Mapping[str, Any]) -> Token:
+    """The token of a row; one that somebody or a disk has damaged says so and lets nobody in."""
+    hashed, namespace = row["hash"], row["namespace"]
+    times = [row[name] for name in ("created_ns", "expires_ns", "revoked_ns")]
+    damage = None
+    if type(hashed) is not str or not is_digest(hashed):
+        damage = "hash: is no SHA-256 in hex"
+    elif row["role"] not in ROLES:
+        damage = f"role: {row['role']!r:.80} is none"
+    elif namespace is not None and (type(namespace) is not str or not re.fullmatch(NAMESPACE_PATTERN, namespace)):
+        damage = f"namespace: {namespace!r:.80} is none"
+    elif not all(time is None or type(time) is int for time in times):
+        damage = f"times: {times!r:.200} are no nanoseconds"
+    if damage is None:
+        return Token(**{**row, "hash": bytes.fromhex(hashed)})
+    # A namespace that nobody is in: what such a token did is shown to those who see everything.
+    return Token(str(row["name"]), b"", "rank", SEPARATOR, 0, None, None, damage)

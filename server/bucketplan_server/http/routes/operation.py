@@ -54,6 +54,12 @@ async def readyz(request: Request, state: State) -> Response:
         await state.store.ping()
     except StoreError as error:
         raise state.plans.store_unavailable(error) from None
+    if state.tokens.is_stale:
+        raise Problem(
+            "store-unavailable",
+            "the tokens cannot be read, so tokens that were revoked meanwhile are still let in; the log says why",
+            headers={"Retry-After": str(state.settings.retry_after_seconds)},
+        )
     return _state(request, "ready")
 
 
