@@ -1,7 +1,7 @@
 """Plans in HyperParallel's graph mode: a pass that its pipeline runs like one of its own, behind its FSDP pass.
 
     from bucketplan_client.hyperparallel import BucketingPass
-    graph_module = BucketingPass(plans, options=options).run(graph_module, pass_config, model=model)
+    graph_module = BucketingPass(attempt).run(graph_module, pass_config, model=model)
 
 Its graphs are annotated, so nothing has to be recognised, and have ways of their own: collectives are called as
 overload packets (``all_gather_into_tensor`` without ``.default``), nodes that its passes inserted carry no fake value,
@@ -10,19 +10,22 @@ bucket gets storage of its own, so a free still frees one parameter. Its overlap
 right behind its launch, which is what placement ``original`` keeps.
 
 The pass does nothing, with the reason at info level, where `pass_config` has ``fsdp_bucketing`` or ``fsdp_enabled``
-off or a ``dp_mode`` without shards (``ddp``), without torch.distributed, and in a world of one rank.
+off or a ``dp_mode`` without shards (``ddp``), without torch.distributed, in a world of one rank, and on every rank of
+an attempt that was opened without buckets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import functools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import fx, nn
 
 from bucketplan_client.errors import ScopeError
 from bucketplan_client.membership import GroupLike, is_distributed, members_of
-from bucketplan_client.passes import FsdpBucketingPass, LocalPlans, PlanSource
+from bucketplan_client.opening import Attempt
+from bucketplan_client.passes import FsdpBucketingPass, LocalPlans, PlanSource, refuse_no_source
 from bucketplan_client.scopes import ModuleScope, build_module_bucket_plans
 from bucketplan_core.collectives import Options
 from bucketplan_core.planners import current_version
@@ -35,6 +38,8 @@ REPLICATE_GROUP = "dp_replicate"
 """Names under which HyperParallel registers its groups, unless a run names others."""
 
 _SHARDING_MODES = frozenset({"fsdp", "hsdp"})
+_LOCAL = LocalPlans()
+_UNBUCKETED = Options(strategy="none", planner="none/1")
 
 
 def options_of(pass_config: Any) -> Options:
@@ -46,13 +51,19 @@ def options_of(pass_config: Any) -> Options:
 class BucketingPass:
     """HyperParallel's pass protocol (`name`, `run`) over `FsdpBucketingPass`.
 
-    `options` default to those of the configuration of each run (`options_of`); `arguments` go to `FsdpBucketingPass`.
+    `plans` are an opened attempt (its plans, options, groups and store; buckets only if it has them) or another source;
+    by default they are made in this process. `options` default to the attempt's, without one to those of the
+    configuration of each run (`options_of`). `arguments` go to `FsdpBucketingPass`. Raises `BadArgument`.
     """
 
     name = "fsdp_bucketing"
 
-    def __init__(self, plans: PlanSource | None = None, *, options: Options | None = None, **arguments: Any) -> None:
-        self._plans = plans if plans is not None else LocalPlans()
+    def __init__(
+        self, plans: PlanSource | Attempt = _LOCAL, *, options: Options | None = None, **arguments: Any
+    ) -> None:
+        if not isinstance(plans, Attempt):
+            refuse_no_source(plans)
+        self._plans = plans
         self._options = options
         self._arguments = arguments
 
@@ -73,29 +84,43 @@ class BucketingPass:
         `model` is read for module buckets only. The expert group is looked at only if there are `expert_param_names`.
         Raises `ScopeError` for module buckets that do not fit `model`, else what `FsdpBucketingPass` raises.
         """
-        options = self._options if self._options is not None else options_of(pass_config)
+        options = self._options_for(pass_config)
         roles = [fsdp_group_name, dp_replicate_group_name]
         if expert_param_names:
             roles.append(fsdp_expert_group_name)
         mode = str(getattr(pass_config, "dp_mode", "fsdp")).lower()
-        bucketing = FsdpBucketingPass(
-            self._plans,
+        groups = _known_groups(roles)
+        make: Callable[..., FsdpBucketingPass]
+        if isinstance(self._plans, Attempt):
+            groups = self._plans.groups | groups
+            make = functools.partial(FsdpBucketingPass.for_attempt, self._plans)
+        else:
+            make = functools.partial(FsdpBucketingPass, self._plans)
+        bucketing = make(
             options=options,
             enabled=bool(getattr(pass_config, "fsdp_bucketing", True)),
             fsdp_enabled=bool(getattr(pass_config, "fsdp_enabled", True)),
             # Hybrid sharding gathers and scatters within each replica as fsdp does; ddp gathers nothing.
             data_parallel_mode="fsdp" if mode in _SHARDING_MODES else mode,
-            groups=_known_groups(roles),
+            groups=groups,
             scopes=_scopes(options, getattr(pass_config, "fsdp_bucket_modules", None), model),
             only_roles=roles,
             **self._arguments,
         )
         return bucketing(graph_module)
 
+    def _options_for(self, pass_config: Any) -> Options:
+        if isinstance(self._plans, Attempt) and not self._plans.bucketed:
+            return _UNBUCKETED
+        if self._options is not None:
+            return self._options
+        agreed = self._plans.options if isinstance(self._plans, Attempt) else None
+        return agreed if agreed is not None else options_of(pass_config)
+
 
 def run(graph_module: fx.GraphModule, pass_config: Any, **kwargs: Any) -> fx.GraphModule:
-    """`BucketingPass.run` as a function; `plans` and `options` may be among `kwargs`."""
-    plans, options = kwargs.pop("plans", None), kwargs.pop("options", None)
+    """`BucketingPass.run` as a function; `plans` (an attempt too) and `options` may be among `kwargs`."""
+    plans, options = kwargs.pop("plans", _LOCAL), kwargs.pop("options", None)
     return BucketingPass(plans, options=options).run(graph_module, pass_config, **kwargs)
 
 

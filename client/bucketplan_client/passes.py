@@ -18,11 +18,12 @@ from torch import fx
 from torch.distributed.distributed_c10d import Store
 
 from bucketplan_client.agreement import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, GroupView, Lockstep, Report
-from bucketplan_client.arguments import refuse_bad_arguments
+from bucketplan_client.arguments import BadArgument, refuse_bad_arguments
 from bucketplan_client.capture.binding import Description
 from bucketplan_client.capture.describe import ScopeLike, describe_graph
 from bucketplan_client.environment import DISABLE_VARIABLE, disabled_by_environment
 from bucketplan_client.errors import AgreementError, ClientError, PassFailed, Where
+from bucketplan_client.fallback import AttemptPlans
 from bucketplan_client.membership import GroupLike, groups_of_graph, is_distributed, members_of, this_rank
 from bucketplan_client.rewrite.apply import Applied, apply_plan
 from bucketplan_client.scopes import why_left_alone
@@ -44,6 +45,8 @@ __all__ = [
     "LocalPlans",
     "PlanSource",
     "disabled_by_environment",
+    "is_opened",
+    "refuse_no_source",
     "topology_of",
 ]
 
@@ -72,10 +75,30 @@ class LocalPlans:
         return "LocalPlans()"
 
 
+def is_opened(plans: object) -> bool:
+    """Whether `plans` are those of an opened attempt, which decided on the kill switch for all of its ranks."""
+    return isinstance(plans, AttemptPlans)
+
+
 def topology_of(plans: PlanSource) -> Mapping[str, int]:
     """The hosts that groups of each role span, where `plans` are those of an opened attempt, else nothing."""
     found: Mapping[str, int] = getattr(plans, "topology", {})
     return found
+
+
+def refuse_no_source(plans: object) -> None:
+    """Raise `BadArgument` for what gives no plans, such as the `plans` of an attempt without buckets, which are None.
+
+    To plan in this process instead would give buckets to ranks of an attempt that decided to have none.
+    """
+    if not callable(getattr(plans, "plan", None)):
+        raise BadArgument(
+            "plans",
+            plans,
+            "a PlanClient, LocalPlans(), or the plans of an attempt with buckets",
+            remedy="Bind the pass to the attempt itself (`FsdpBucketingPass.for_attempt(attempt)`, "
+            "`BucketingPass(attempt)`, `register(attempt)`, `install_attempt(attempt)`), which may run without buckets",
+        )
 
 
 class FsdpBucketingPass:
@@ -115,6 +138,7 @@ class FsdpBucketingPass:
         grace_s: float = DEFAULT_GRACE_S,
         job: str | None = None,
     ) -> None:
+        refuse_no_source(plans)
         refuse_bad_arguments(
             phase=phase,
             roles=roles,
@@ -130,7 +154,7 @@ class FsdpBucketingPass:
         self._enabled = enabled
         self._skipped: str | None = None
         # The kill switch was agreed on when the attempt opened; from then on one rank's environment decides nothing.
-        self._opened = False
+        self._opened = is_opened(plans)
         self._fsdp_enabled = fsdp_enabled
         self._data_parallel_mode = data_parallel_mode
         self._phase = phase
@@ -167,12 +191,12 @@ class FsdpBucketingPass:
         if attempt.plans is None or attempt.options is None:
             from bucketplan_core.planners import current_version
 
-            skipped = cls(LocalPlans(), options=Options(strategy="none", planner=current_version("none")), **bound)
+            bound["options"] = Options(strategy="none", planner=current_version("none"))
+            skipped = cls(LocalPlans(), **bound)
             skipped._skipped = f"the attempt runs without buckets: {attempt.reason}"
             return skipped
-        bucketing = cls(attempt.plans, options=attempt.options, **bound)
-        bucketing._opened = True
-        return bucketing
+        bound.setdefault("options", attempt.options)
+        return cls(attempt.plans, **bound)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
         """Rewrite `gm` in place and return it; `example_inputs` is there for pipelines that pass it."""

@@ -49,7 +49,14 @@ from bucketplan_client.inductor_options import (
     settings_of,
 )
 from bucketplan_client.membership import is_distributed, this_rank
-from bucketplan_client.passes import LocalPlans, PlanSource, disabled_by_environment, topology_of
+from bucketplan_client.passes import (
+    LocalPlans,
+    PlanSource,
+    disabled_by_environment,
+    is_opened,
+    refuse_no_source,
+    topology_of,
+)
 from bucketplan_client.reshard import mark_gathers
 from bucketplan_client.rewrite import REWRITER_VERSION
 from bucketplan_client.rewrite.apply import apply_plan
@@ -80,6 +87,7 @@ ABORT_STATUS = 70
 
 OnError = Literal["abort", "raise"]
 Mode = Literal["bucketed", "unbucketed"]
+_LOCAL = LocalPlans()
 _LOCAL_EPOCH = "local"
 _HOOK = "post_grad_custom_post_pass"
 
@@ -403,7 +411,7 @@ class Installation:
 
 
 def install(
-    plans: PlanSource | None = None,
+    plans: PlanSource = _LOCAL,
     *,
     options: Options,
     epoch: str | None = None,
@@ -424,10 +432,11 @@ def install(
 
     `plans` gives the plans, by default made in this process; `epoch` names everything beyond the request that decides
     which plan that is (the epoch id of the opened attempt) and is required where plans come from outside. `mode` is
-    what the attempt decided; without an attempt ``BUCKETPLAN_DISABLE`` says it. `roles`, `scopes`, `only_roles`,
-    `exclude`, `compute_ops`, `topology` are those of `describe_graph`. With `reshard_after_forward` parameters are
-    gathered again in the backward, but for those in `keep_gathered`. `compare` gets a graph's group digests (by role)
-    right before the graph first runs in this process, be it compiled here or replayed by a compile cache.
+    what the attempt decided, by default ``bucketed`` with its plans; without an attempt ``BUCKETPLAN_DISABLE`` says it.
+    `roles`, `scopes`, `only_roles`, `exclude`, `compute_ops`, `topology` are those of `describe_graph`. With
+    `reshard_after_forward` parameters are gathered again in the backward, but for those in `keep_gathered`. `compare`
+    gets a graph's group digests (by role) right before the graph first runs in this process, be it compiled here or
+    replayed by a compile cache.
 
     `on_error` says what a failure does. ``abort`` ends the process with status `ABORT_STATUS` after printing the error:
     an exception can be caught, and a rank that goes on without its plan makes the others hang. ``raise`` raises, and so
@@ -437,14 +446,15 @@ def install(
     under strategy `module`. Raises `BadArgument`, and `CompileConflict` beside Inductor's own bucketing, options of
     Dynamo that hide failures, or an installation of this thread that was not taken out (`current_installation`).
     """
-    source = plans if plans is not None else LocalPlans()
-    _check(source, options, epoch)
+    refuse_no_source(plans)
+    _check(plans, options, epoch)
     refuse_bad_arguments(keep_gathered=keep_gathered)
     refuse_conflicts()
     _refuse_second()
-    wanted = mode if mode is not None else ("unbucketed" if disabled_by_environment() else "bucketed")
+    disabled = disabled_by_environment() and not is_opened(plans)
+    wanted = mode if mode is not None else ("unbucketed" if disabled else "bucketed")
     bucketing = BucketingPass(
-        source,
+        plans,
         options=options,
         epoch=epoch if epoch is not None else _LOCAL_EPOCH,
         mode=wanted,

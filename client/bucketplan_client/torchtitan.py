@@ -1,7 +1,7 @@
 """Plans in torchtitan's graph_trainer: a graph pass with its signature, and a pass pipeline registered by name.
 
     from bucketplan_client.torchtitan import register
-    register(plans, options=options)           # before the trainer compiles its first step
+    register(attempt)                          # before the trainer compiles its first step
     # then train with --compile.pass_pipeline bucketplan
 
 graph_trainer traces forward, loss and backward into one joint graph on every rank, so ranks run this pass in lockstep
@@ -22,8 +22,10 @@ from typing import Any
 
 from torch import fx
 
+from bucketplan_client.arguments import BadArgument
 from bucketplan_client.errors import ClientError
-from bucketplan_client.passes import FsdpBucketingPass, PlanSource
+from bucketplan_client.opening import Attempt
+from bucketplan_client.passes import FsdpBucketingPass, PlanSource, refuse_no_source
 from bucketplan_client.scopes import ModuleScope
 from bucketplan_core.collectives import Options
 
@@ -91,19 +93,22 @@ def build_pipeline(
     config: Any,
     *,
     parallel_dims: Any = None,
-    plans: PlanSource,
-    options: Options,
+    plans: PlanSource | Attempt,
+    options: Options | None = None,
     scopes: Sequence[ModuleScope] = (),
     roles: Mapping[str, str] | None = None,
     **arguments: Any,
 ) -> list[GraphPass]:
     """torchtitan's default passes for a traced step, with its bucketing exchanged for planned buckets.
 
-    Under strategy `module` without `scopes`, scopes are the buckets that torchtitan would have made. `roles` defaults
-    to the names of the dimensions of `parallel_dims`. `arguments` go to `FsdpBucketingPass`. Raises `PipelineConflict`.
+    `plans` are an opened attempt (its plans, options, groups and store), whose passes leave the graph unbucketed where
+    it has no buckets, or another source, which needs `options`. Under strategy `module` without `scopes`, scopes are
+    the buckets that torchtitan would have made. `roles` defaults to the names of the dimensions of `parallel_dims`.
+    `arguments` go to `FsdpBucketingPass`. Raises `PipelineConflict` and `BadArgument`.
     """
     from torchtitan.experiments.graph_trainer.passes import construct_default_graph_passes
 
+    options, make = _bind(plans, options)
     _refuse_conflicts(config.compile)
     passes = construct_default_graph_passes(traced_result, config, parallel_dims=parallel_dims)
     at = [index for index, found in enumerate(passes) if _name(found) == _REPLACED]
@@ -115,12 +120,10 @@ def build_pipeline(
             remedy="Use torchtitan 0.3, or put bucketing_pass into a pipeline of your own",
         )
     replaced = passes[at[0]]
-    if options.strategy == "module" and not scopes:
+    if options is not None and options.strategy == "module" and not scopes:
         scopes = _scopes_of(replaced.keywords["module_bucket_plans"], traced_result.state_fqns)
     name_parameters(traced_result.gm, traced_result)
-    bucketing = FsdpBucketingPass(
-        plans,
-        options=options,
+    bucketing = make(
         scopes=scopes,
         roles=roles if roles is not None else _roles_of(parallel_dims),
         **arguments,
@@ -129,12 +132,37 @@ def build_pipeline(
     return [_keeping_order(found) if _name(found) == _FULL_INDUCTOR else found for found in passes]
 
 
-def register(plans: PlanSource, *, options: Options, name: str = PIPELINE, **arguments: Any) -> None:
-    """Register a pass pipeline called `name` (``--compile.pass_pipeline``); arguments as for `build_pipeline`."""
+def register(
+    plans: PlanSource | Attempt, *, options: Options | None = None, name: str = PIPELINE, **arguments: Any
+) -> None:
+    """Register a pass pipeline called `name` (``--compile.pass_pipeline``); arguments as for `build_pipeline`.
+
+    Raises `BadArgument` for what gives no plans, and for plans without `options`.
+    """
+    _bind(plans, options)
     from torchtitan.experiments.graph_trainer.registry import register_pass_pipeline
 
     bound = functools.partial(build_pipeline, plans=plans, options=options, **arguments)
     register_pass_pipeline(name)(bound)
+
+
+def _bind(
+    plans: PlanSource | Attempt, options: Options | None
+) -> tuple[Options | None, Callable[..., FsdpBucketingPass]]:
+    """The options to plan with, None where there are to be no buckets, and what makes the pass from its arguments."""
+    if isinstance(plans, Attempt):
+        agreed = plans.options if options is None or not plans.bucketed else options
+        return agreed, functools.partial(FsdpBucketingPass.for_attempt, plans, **_given(agreed))
+    refuse_no_source(plans)
+    if not isinstance(options, Options):
+        raise BadArgument(
+            "options", options, "the Options to plan with", remedy="Give options=Options(...), or register the attempt"
+        )
+    return options, functools.partial(FsdpBucketingPass, plans, options=options)
+
+
+def _given(options: Options | None) -> dict[str, Any]:
+    return {} if options is None else {"options": options}
 
 
 def _refuse_conflicts(compile_config: Any) -> None:

@@ -12,7 +12,8 @@ from bucketplan_client.errors import ScopeError
 from bucketplan_client.hyperparallel import BucketingPass, options_of, run
 from tests.support.gloo_pool import gloo_pool
 
-RANKS = "tests.support.hyperparallel_ranks:bucket"
+MODULE = "tests.support.hyperparallel_ranks"
+RANKS = f"{MODULE}:bucket"
 EXPERTS = {"expert_param_names": ("blocks.1.experts",)}
 
 
@@ -60,6 +61,23 @@ def test_hybrid_sharding_is_bucketed_within_each_replica():
     for result in gloo_pool(4).run(RANKS, "hybrid", {"dp_mode": "hsdp"}, EXPERTS):
         assert result["losses"][0] == pytest.approx(result["losses"][1], rel=1e-6)
         assert result["after"]["fsdp_reduce_scatter@fsdp"] < result["before"]["fsdp_reduce_scatter@fsdp"]
+
+
+@pytest.mark.parametrize("case", ["at the opening", "no server"])
+def test_an_attempt_without_buckets_has_none_on_any_rank(case):
+    for result in gloo_pool(2).run(f"{MODULE}:bucket_in_attempt", case, "attempt"):
+        assert result == {"bucketed": False, "unchanged": True}
+
+
+def test_plans_that_an_attempt_does_not_have_are_refused_and_not_made_here():
+    for result in gloo_pool(2).run(f"{MODULE}:bucket_in_attempt", "at the opening", "plans"):
+        assert result == {"option": "plans", "unchanged": True}
+
+
+@pytest.mark.parametrize("given", ["attempt", "plans"])
+def test_a_kill_switch_of_one_rank_changes_nothing_once_the_attempt_is_open(given):
+    for result in gloo_pool(2).run(f"{MODULE}:bucket_in_attempt", "afterwards", given):
+        assert result == {"bucketed": True, "unchanged": False}
 
 
 def test_without_torch_distributed_the_graph_comes_back_untouched():

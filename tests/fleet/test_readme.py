@@ -59,14 +59,16 @@ def test_the_clients_readme_has_a_snippet_for_every_framework():
     assert set(CLIENT) - {"Testing your integration"} == {"Plain torch.compile", "torchtitan", "HyperParallel"}
 
 
-def test_the_snippet_for_hyperparallel_trains_as_without():
-    for result in gloo_pool(2).run(f"{RANKS}:hyperparallel", CLIENT["HyperParallel"]):
+@pytest.mark.parametrize("snippets", [BY_TITLE, CLIENT], ids=["README", "client/README"])
+def test_the_snippet_for_hyperparallel_trains_as_without(snippets, address):
+    for result in gloo_pool(2).run(f"{RANKS}:hyperparallel", snippets["HyperParallel"], address):
         unbucketed, bucketed = result["losses"]
         assert bucketed == unbucketed
         before, after = result["launches"]
         assert after < before
 
 
-def test_the_snippet_for_torchtitan_registers_its_pipeline():
-    for passes in gloo_pool(2).run(f"{RANKS}:torchtitan", CLIENT["torchtitan"], timeout_s=300.0):
+@pytest.mark.parametrize("snippets", [BY_TITLE, CLIENT], ids=["README", "client/README"])
+def test_the_snippet_for_torchtitan_registers_its_pipeline(snippets, address):
+    for passes in gloo_pool(2).run(f"{RANKS}:torchtitan", snippets["torchtitan"], address, timeout_s=300.0):
         assert "bucketing_pass" in passes

@@ -41,6 +41,12 @@ def test_a_mixture_of_experts_keeps_expert_buckets_apart():
             )
 
 
+@pytest.mark.parametrize("disabled_rank", [None, 1])
+def test_a_registered_attempt_decides_whether_there_are_buckets(disabled_rank):
+    found = gloo_pool(2).run(f"{RANKS}:bucketed_by", disabled_rank, timeout_s=300.0)
+    assert found == [(disabled_rank is None,) * 2] * 2
+
+
 def test_one_pass_of_torchtitans_pipeline_is_exchanged():
     for theirs, ours in gloo_pool(2).run(f"{RANKS}:default_passes", "llama3", timeout_s=300.0):
         assert ours == [

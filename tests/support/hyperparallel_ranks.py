@@ -6,15 +6,18 @@ import copy
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from bucketplan_client.hyperparallel import run
+from bucketplan_client import open_attempt
+from bucketplan_client.arguments import BadArgument
+from bucketplan_client.hyperparallel import BucketingPass, run
 from tests.support.demo_ranks import batch_of, sharded_job
 from tests.support.fsdp_model import SMALL, VIEWS
 
-__all__ = ["bucket", "free_storage", "in_style"]
+__all__ = ["bucket", "bucket_in_attempt", "free_storage", "in_style"]
 
 _c10d = torch.ops._c10d_functional
 
@@ -64,6 +67,37 @@ def _readers(wait: fx.Node) -> list[fx.Node]:
                 if user.target in VIEWS:
                     stack.append(user)
     return found
+
+
+def bucket_in_attempt(case: str, given: str) -> dict[str, Any]:
+    """One run of the pass in an attempt; `given` says what it is bound to, `case` what becomes of the attempt.
+
+    Rank 1 alone has the kill switch, ``at the opening`` or ``afterwards``; or there is ``no server``.
+    """
+    odd = dist.get_rank() == 1
+    model, graph, _ = sharded_job(SMALL, "two_groups")
+    in_style(graph.gm)
+    before = _launches(graph.gm)
+    choice: Any = "unbucketed" if case == "no server" else "local"
+    attempt = open_attempt(
+        None,
+        groups={"fsdp": dist.group.WORLD},
+        job="hyperparallel",
+        on_unavailable=choice,
+        disabled=odd and case == "at the opening",
+    )
+    with attempt, pytest.MonkeyPatch.context() as patch:
+        if odd and case == "afterwards":
+            patch.setenv("BUCKETPLAN_DISABLE", "1")
+        source: Any = attempt if given == "attempt" else attempt.plans
+        config = SimpleNamespace(fsdp_bucketing=True, fsdp_enabled=True, dp_mode="fsdp")
+        try:
+            BucketingPass(source, deadline_s=60.0).run(
+                graph.gm, config, model=model, expert_param_names=("blocks.1.experts",)
+            )
+        except BadArgument as error:
+            return {"option": error.option, "unchanged": _launches(graph.gm) == before}
+        return {"bucketed": attempt.bucketed, "unchanged": _launches(graph.gm) == before}
 
 
 def bucket(layout: str, config: dict[str, Any], keywords: dict[str, Any]) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch.distributed.device_mesh import init_device_mesh
 
-from bucketplan_client.passes import LocalPlans
+from bucketplan_client import PlanClient, open_attempt
 from tests.support import compile_models
 from tests.support.compile_ranks import Step, no_graph_caches, step, worst_difference
 from tests.support.demo_ranks import batch_of, sharded_job
@@ -65,19 +66,21 @@ def own_pass(snippet: str, address: str) -> dict[str, Any]:
     return {"losses": losses, "launches": (_num_collectives(graph.gm), _num_collectives(rewritten.graph.gm))}
 
 
-def hyperparallel(snippet: str) -> dict[str, Any]:
+def hyperparallel(snippet: str, address: str) -> dict[str, Any]:
     """The snippet for HyperParallel on the demo's joint graph in its style, trained before and after."""
     model, graph, trainer = sharded_job(SMALL, "two_groups")
     in_style(graph.gm)
     rewritten = copy.deepcopy(trainer)
-    given = {
-        "plans": LocalPlans(),
+    given: dict[str, Any] = {
+        "groups": {"fsdp": dist.group.WORLD},
         "graph_module": rewritten.graph.gm,
         "pass_config": SimpleNamespace(fsdp_bucketing=True, fsdp_enabled=True, dp_mode="fsdp"),
         "model": model,
         "expert_names": ("blocks.1.experts",),
+        "train": lambda _: None,
     }
-    exec(snippet, given)
+    with _server_at(address), open_attempt(PlanClient(), groups=given["groups"]) as attempt:
+        exec(snippet, given | {"attempt": attempt})
     losses = [
         [job.step(*batch_of(SMALL, number, dist.get_rank())).item() for number in range(2)]
         for job in (trainer, rewritten)
@@ -85,13 +88,26 @@ def hyperparallel(snippet: str) -> dict[str, Any]:
     return {"losses": losses, "launches": (_num_collectives(graph.gm), _num_collectives(rewritten.graph.gm))}
 
 
-def torchtitan(snippet: str) -> list[str]:
+@contextlib.contextmanager
+def _server_at(address: str) -> Iterator[None]:
+    os.environ["BUCKETPLAN_SERVER"] = address
+    try:
+        yield
+    finally:
+        del os.environ["BUCKETPLAN_SERVER"]
+
+
+def torchtitan(snippet: str, address: str) -> list[str]:
     """The names of the passes in the pipeline that the snippet for torchtitan registers, for a traced Llama."""
     from torchtitan.experiments.graph_trainer.registry import PASS_PIPELINE_REGISTRY
 
     from tests.support import titan_ranks
 
-    exec(snippet, {})
+    given: dict[str, Any] = {"groups": {"fsdp": dist.group.WORLD}}
+    with _server_at(address):
+        exec(snippet, given)
+    if "attempt" in given:
+        given["attempt"].close()
     try:
         return titan_ranks.passes_of("llama3", PASS_PIPELINE_REGISTRY["bucketplan"])
     finally:

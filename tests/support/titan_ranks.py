@@ -36,6 +36,7 @@ from torchtitan.experiments.graph_trainer.registry import PASS_PIPELINE_REGISTRY
 from torchtitan.experiments.graph_trainer.trainer import make_fwd_bwd_step
 
 from bucketplan_client.inductor_options import INDUCTOR_SETTINGS, CompileConflict
+from bucketplan_client.opening import open_attempt
 from bucketplan_client.passes import LocalPlans
 from bucketplan_client.torchtitan import PIPELINE, PipelineConflict, _keeping_order, register
 from bucketplan_core.collectives import Options
@@ -153,6 +154,21 @@ def compare(name: str, ep: int, strategy: str) -> dict[str, Any]:
         "buckets": _buckets(traced.gm),
         "statistics": {key: dict(value) for key, value in traced.gm.meta.items() if key.endswith("bucketing")},
     }
+
+
+def bucketed_by(disabled_rank: int | None) -> tuple[bool, bool]:
+    """Whether an attempt has buckets, and whether its registered pipeline makes some in a traced Llama."""
+    disabled = dist.get_rank() == disabled_rank
+    groups = {"fsdp": dist.group.WORLD}
+    with open_attempt(None, groups=groups, job="titan", options={"strategy": "module"}, disabled=disabled) as attempt:
+        register(attempt)
+        try:
+            job = Job("llama3")
+            traced = job.trace()
+            job.apply(traced, PASS_PIPELINE_REGISTRY[PIPELINE])
+        finally:
+            del PASS_PIPELINE_REGISTRY[PIPELINE]
+    return attempt.bucketed, bool(_buckets(traced.gm))
 
 
 def _buckets(gm: fx.GraphModule) -> list[tuple[str, str, tuple[str, ...]]]:
