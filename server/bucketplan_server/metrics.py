@@ -33,6 +33,8 @@ METRICS: dict[str, tuple[str, tuple[str, ...], str]] = {
         "posts that waited for a planning that was already running",
     ),
     "bucketplan_waiters": ("gauge", (), "calls waiting for planning now"),
+    "bucketplan_post_waiters": ("gauge", (), "readers waiting for somebody to post a plan now"),
+    "bucketplan_status_waiters": ("gauge", (), "calls waiting for an attempt to change now"),
     "bucketplan_planner_crashes_total": ("counter", (), "planning processes that died"),
     "bucketplan_store_errors_total": (
         "counter",

@@ -59,6 +59,7 @@ class PlanService:
         self._log = structlog.get_logger("bucketplan_server")
         metrics.read_from("bucketplan_plannings_in_progress", lambda: len(self._flights))
         metrics.read_from("bucketplan_waiters", lambda: self._waiters)
+        metrics.read_from("bucketplan_post_waiters", lambda: self._num_expecting)
         metrics.read_from("bucketplan_memory_plans", lambda: len(self.memory))
         metrics.read_from("bucketplan_memory_bytes", lambda: self.memory.size_bytes)
 

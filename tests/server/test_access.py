@@ -33,7 +33,7 @@ from tests.server.test_profiles import measured
 from tests.support.documents import MSGPACK, plan_body, profile_of, small_request
 from tests.support.paths import ROOT
 from tests.support.postgres import running_postgres
-from tests.support.server import FAULTS, RunningServer, running_server
+from tests.support.server import FAULTS, RunningServer, running_server, wait_for_gauge
 from tests.support.tls import make_tls_files
 
 REFRESH_SECONDS = 0.1
@@ -396,7 +396,10 @@ class TestNamespaces:
         # Once it counts as stalled, nothing changes any more by itself.
         wait_until(lambda: guarded.call("auditor", "GET", job).headers["etag"].endswith('-1"'))
         seen = guarded.call("auditor", "GET", job).headers["etag"]
-        for path, headers in ((job, {"If-None-Match": seen}), (plan, {})):
+        for path, headers, gauge in (
+            (job, {"If-None-Match": seen}, "bucketplan_status_waiters"),
+            (plan, {}, "bucketplan_post_waiters"),
+        ):
             name = f"waits-{path[4]}"
             bearer = {"Authorization": f"Bearer {make_token(guarded.server.database, name, 'auditor')}"}
             wait_until(lambda bearer=bearer: httpx.get(guarded.server.url + job, headers=bearer).status_code == 200)
@@ -405,7 +408,7 @@ class TestNamespaces:
                     httpx.get, f"{guarded.server.url}{path}?wait=8", headers={**headers, **bearer}, timeout=60
                 )
                 # A call that arrives behind the revocation would be refused at once, which is another answer.
-                time.sleep(2)
+                wait_for_gauge(guarded.server, gauge)
                 cli_tokens.revoke(load_settings(database=guarded.server.database), name, reason="test")
                 wait_until(lambda bearer=bearer: httpx.get(guarded.server.url + job, headers=bearer).status_code == 401)
                 answer = waiting.result()

@@ -15,7 +15,7 @@ from tests.server.test_watch import served, until
 from tests.support.documents import MSGPACK, plan_body, small_request
 from tests.support.inprocess import InProcess, in_process
 from tests.support.postgres import running_postgres
-from tests.support.server import running_server
+from tests.support.server import running_server, wait_for_gauge
 
 REQUEST = small_request()
 UNPOSTED = f"/v1/plans/{'0' * 64}?wait=600"
@@ -141,7 +141,7 @@ def test_sigterm_ends_a_wait_for_a_post(tmp_path):
         async def scenario() -> httpx.Response:
             async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
                 call = asyncio.create_task(client.get(UNPOSTED))
-                await asyncio.sleep(0.5)
+                await asyncio.to_thread(wait_for_gauge, server, "bucketplan_post_waiters")
                 os.kill(server.pid, signal.SIGTERM)
                 return await call
 

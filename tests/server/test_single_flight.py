@@ -11,7 +11,7 @@ import pytest
 from bucketplan_core.planning import make_plan
 from bucketplan_core.wire import unpack
 from tests.support.documents import MSGPACK, plan_body, profile_of, small_request
-from tests.support.server import RunningServer, running_server, wait_for_planning
+from tests.support.server import RunningServer, running_server, wait_for_gauge, wait_for_planning
 
 
 async def post_all(server: RunningServer, bodies: list[bytes]) -> list[httpx.Response]:
@@ -80,7 +80,7 @@ def test_a_get_may_wait_for_somebody_elses_post(tmp_path):
             async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
                 path = f"/v1/plans/{request.signature}?wait=30"
                 waiting = asyncio.create_task(client.get(path, headers=MSGPACK))
-                await asyncio.sleep(0.5)
+                await asyncio.to_thread(wait_for_gauge, server, "bucketplan_post_waiters")
                 assert not waiting.done()
                 posted = await post_all(server, [plan_body(request)])
                 return await waiting, posted

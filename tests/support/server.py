@@ -139,12 +139,17 @@ class RunningServer:
             return False
 
 
+def wait_for_gauge(server: RunningServer, name: str) -> None:
+    """Returns when this gauge is above 0."""
+    deadline = time.monotonic() + 30
+    while server.metric(name) == 0:
+        assert time.monotonic() < deadline, f"{name} stays 0"
+        time.sleep(0.01)
+
+
 def wait_for_planning(server: RunningServer) -> None:
     """Returns when a planning is in progress."""
-    deadline = time.monotonic() + 30
-    while server.metric("bucketplan_plannings_in_progress") == 0:
-        assert time.monotonic() < deadline, "no planning began"
-        time.sleep(0.01)
+    wait_for_gauge(server, "bucketplan_plannings_in_progress")
 
 
 def free_port() -> int:

@@ -90,6 +90,7 @@ class JobService:
             most=settings.max_status_waiters,
             stopping=lambda: plans.stopping,
         )
+        metrics.read_from("bucketplan_status_waiters", lambda: self.watchers.num_waiters)
         self._states = States(
             store, stall_ns=int(settings.stall_seconds * _NS), refresh_seconds=settings.refresh_seconds
         )
