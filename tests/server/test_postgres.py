@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+import asyncpg
 import httpx
 import pytest
 
@@ -170,6 +171,29 @@ def test_a_verification_beside_activations_finds_nothing(tmp_path, postgres):
         with activations(server), httpx.Client(base_url=server.url, timeout=60) as client:
             found = [client.get("/v1/events/verify").json()["findings"] for _ in range(12)]
         assert found == [[]] * 12
+
+
+def test_two_hundred_queued_plannings_fit_a_database_of_a_hundred_connections(tmp_path, postgres):
+    requests = [small_request(number) for number in range(200)]
+    with two_replicas(tmp_path, postgres, planning_seconds=0.02, plan_wait_seconds=0.5) as (one, two):
+
+        async def scenario() -> tuple[list[httpx.Response | Exception], int]:
+            other = await asyncpg.connect(one.database)
+            posts = asyncio.create_task(post_both((one,), [plan_body(request) for request in requests]))
+            most = 0
+            while not posts.done() or one.metric("bucketplan_plannings_in_progress"):
+                query = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
+                most = max(most, await other.fetchval(query))
+                await asyncio.sleep(0.05)
+            await other.close()
+            return await posts, most
+
+        answers, most = asyncio.run(scenario())
+        assert {answer.status_code for answer in answers} <= {201, 202}
+        # Those of two replicas as deploy/README.md says, and the one that counts.
+        assert most <= 2 * 17 + 1
+        assert httpx.get(f"{two.url}/readyz").status_code == 200
+        assert one.metric("bucketplan_plannings_total", outcome="stored") == len(requests)
 
 
 def run_program(*command: object) -> subprocess.CompletedProcess[str]:

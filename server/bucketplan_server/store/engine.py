@@ -20,11 +20,11 @@ from sqlalchemy import Connection, RowMapping, event, inspect, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncTransaction, create_async_engine
-from sqlalchemy.pool import NullPool
 
 from bucketplan_server.store.integrity import file_damage
 from bucketplan_server.store.lock import FileLock
 from bucketplan_server.store.migrate import upgrade
+from bucketplan_server.store.planning_locks import PlanningLocks
 
 __all__ = [
     "Store",
@@ -84,8 +84,8 @@ class Store:
         self.path = path
         self._timeout = timeout_seconds
         self._lock = lock
-        self._planners = (
-            create_async_engine(engine.url, poolclass=NullPool, isolation_level="AUTOCOMMIT")
+        self._planning = (
+            PlanningLocks(engine.url, idle_seconds=timeout_seconds, timeout_seconds=timeout_seconds)
             if self.is_postgres
             else None
         )
@@ -126,31 +126,20 @@ class Store:
     async def planning(self, signature: str) -> AsyncIterator[bool]:
         """Held while `signature` is planned, by one replica at a time; true where another may have planned it before.
 
-        The lock belongs to a connection of its own, so that it ends with the replica that holds it, however that ends.
-        A SQLite file has one server, which plans a signature once by itself.
+        It ends with the replica that holds it, also when that one hangs, see `PlanningLocks`. A SQLite file has one
+        server, which plans a signature once by itself.
         """
-        if self._planners is None:
+        if self._planning is None:
             yield False
             return
         key = int.from_bytes(bytes.fromhex(signature[:16]), "big", signed=True)
-        try:
-            connection = await self._planners.connect()
-        except (SQLAlchemyError, OSError) as error:
-            self.errors += 1
-            raise StoreError(_reason(error)) from error
-        try:
+        async with contextlib.AsyncExitStack() as stack:
             try:
-                await connection.execute(text("SELECT pg_advisory_lock(:key)"), {"key": key})
-            except (SQLAlchemyError, OSError) as error:
+                await stack.enter_async_context(self._planning.hold(key))
+            except (SQLAlchemyError, OSError, TimeoutError) as error:
                 self.errors += 1
                 raise StoreError(_reason(error)) from error
             yield True
-        finally:
-            # Closing the session gives the lock back, even where the database is away by now.
-            with contextlib.suppress(SQLAlchemyError, OSError):
-                await connection.invalidate()
-            with contextlib.suppress(SQLAlchemyError, OSError):
-                await connection.close()
 
     async def reach(self) -> None:
         """Connect for the first time; raises `StoreError`."""
@@ -171,8 +160,8 @@ class Store:
         if self._endings:
             await asyncio.wait(self._endings, timeout=self._timeout)
         await self._engine.dispose()
-        if self._planners is not None:
-            await self._planners.dispose()
+        if self._planning is not None:
+            await self._planning.close()
         if self._lock is not None:
             self._lock.release()
 
