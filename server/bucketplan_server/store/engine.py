@@ -43,6 +43,9 @@ _WRITER_LOCK = 0x6275636B6574
 """Key of the advisory lock that orders writers on PostgreSQL: "bucket" in ASCII."""
 
 
+_BOUNDS = ("idle_in_transaction_session_timeout", "lock_timeout")
+"""What ends the transactions of a replica that hangs, also those in which it waits for its turn to write: the time that
+a transaction has anyway, but kept by the database."""
 _SHOWN_DAMAGE = 3
 _WHOSE = "run this as the server's user, or name another file with --database (BUCKETPLAN_DATABASE)"
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -115,6 +118,9 @@ class Store:
         lock, takes as long as it takes.
         """
         async with self._transaction(self._engine, bounded=False) as connection:
+            if self.is_postgres:
+                for bound in _BOUNDS:
+                    await connection.execute(text(f"SET LOCAL {bound} = 0"))
             await self._order_writers(connection)
             await connection.run_sync(upgrade)
 
@@ -306,6 +312,7 @@ async def open_store(database: str, *, timeout_seconds: float) -> Store:
             pool_timeout=timeout_seconds,
             # A writer must see what was committed while it waited for its turn, whatever the database's own default is.
             isolation_level="READ COMMITTED",
+            connect_args={"server_settings": dict.fromkeys(_BOUNDS, str(max(1, int(timeout_seconds * 1000))))},
         )
     store = Store(engine, timeout_seconds=timeout_seconds, lock=lock, path=path)
     async with _opening(store, database):
