@@ -69,6 +69,8 @@ _MAX_DAMAGED_REQUESTS = 3
 """Tries after which a 400 or 422 for bytes that we know to be canonical is the server's word, not the network's."""
 _ONLY_AN_OPERATOR_MENDS = "store-damaged"
 """The one 503 that another try does not cure, whatever the deadline."""
+_DAMAGED = ("", "body-timeout", "invalid-body", "signature-mismatch")
+"""Problems, also of proxies, that speak of a body which was not as we sent it."""
 
 T = TypeVar("T")
 
@@ -392,7 +394,7 @@ class PlanClient:
                 lambda num_tries, _: ServerRefused(problem, num_tries=num_tries, where=call.where),
                 retry_after_s=retry_after_s(answer.headers, 0.0),
             )
-        if status in (400, 408, 422) and problem.slug in ("", "invalid-body", "signature-mismatch"):
+        if status in (400, 408, 422) and problem.slug in _DAMAGED:
             # What we sent was canonical and hashed to its name, so it was damaged on the way. Unless that repeats.
             call.num_damaged += 1
             if call.num_damaged < _MAX_DAMAGED_REQUESTS:

@@ -32,6 +32,7 @@ METRICS: dict[str, tuple[str, tuple[str, ...], str]] = {
         (),
         "posts that waited for a planning that was already running",
     ),
+    "bucketplan_body_bytes": ("gauge", (), "bytes of bodies that calls hold now"),
     "bucketplan_waiters": ("gauge", (), "calls waiting for planning now"),
     "bucketplan_post_waiters": ("gauge", (), "readers waiting for somebody to post a plan now"),
     "bucketplan_status_waiters": ("gauge", (), "calls waiting for an attempt to change now"),

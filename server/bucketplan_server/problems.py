@@ -44,6 +44,7 @@ _TYPES = (
     ProblemType("unknown-revision", 404, "The signature has no such revision"),
     ProblemType("method-not-allowed", 405, "The address does not take this method"),
     ProblemType("not-acceptable", 406, "None of the accepted media types can be answered"),
+    ProblemType("body-timeout", 408, "The body did not arrive in time"),
     ProblemType("conflict", 409, "The call contradicts what is stored"),
     ProblemType("body-too-large", 413, "The body is larger than this server takes"),
     ProblemType("unsupported-media-type", 415, "The body's media type or encoding is not taken"),

@@ -21,6 +21,7 @@ from bucketplan_server.access.tokens import TokenTable
 from bucketplan_server.background import Background
 from bucketplan_server.http.app import build_app
 from bucketplan_server.http.front import TRUSTED_PROXIES, Front
+from bucketplan_server.http.intake import Intake
 from bucketplan_server.http.state import AppState
 from bucketplan_server.jobs.service import PRUNE_EVERY_SECONDS, JobService
 from bucketplan_server.limits import prepare_limits
@@ -36,6 +37,11 @@ __all__ = ["open_state", "run"]
 _GRACE_BEYOND_WAIT_SECONDS = 10
 """What in-flight answers get beyond the longest wait of a post, before connections are cut."""
 
+_LEAST_READ_SECONDS = 15.0
+"""What reading a plan or a JSON body may take even where a post waits for no planning at all."""
+_BODY_GRACE_SECONDS = 5.0
+"""What a body on its way gets beyond the draining, to be answered before connections are cut."""
+
 
 @contextlib.asynccontextmanager
 async def open_state(settings: Settings) -> AsyncIterator[AppState]:
@@ -46,6 +52,7 @@ async def open_state(settings: Settings) -> AsyncIterator[AppState]:
         memory_bytes=settings.planner_memory_bytes,
         timeout_seconds=settings.planner_timeout_seconds,
         retry_after_seconds=settings.retry_after_seconds,
+        wait_seconds=max(settings.plan_wait_seconds, _LEAST_READ_SECONDS),
     )
     metrics = Metrics()
     plans = PlanService(settings, store, pool, metrics)
@@ -63,7 +70,13 @@ async def open_state(settings: Settings) -> AsyncIterator[AppState]:
         metrics=metrics,
         access=access,
         tokens=tokens,
+        intake=Intake(
+            most_bytes=max(settings.max_bodies_bytes, settings.max_body_bytes),
+            timeout_seconds=settings.body_timeout_seconds,
+            retry_after_seconds=settings.retry_after_seconds,
+        ),
     )
+    metrics.read_from("bucketplan_body_bytes", lambda: state.intake.held_bytes)
     metrics.read_from("bucketplan_store_errors_total", lambda: store.errors)
     metrics.read_from("bucketplan_planner_crashes_total", lambda: pool.crashes)
     metrics.read_from("bucketplan_ready", lambda: 0.0 if state.draining else 1.0)
@@ -104,6 +117,7 @@ async def _serve(settings: Settings) -> None:
             memory=state.plans.memory,
             epochs=state.plans.epochs,
             metrics=state.metrics,
+            intake=state.intake,
             max_body_bytes=settings.max_body_bytes,
             trusted_proxies=os.environ.get("FORWARDED_ALLOW_IPS", TRUSTED_PROXIES),
         )
@@ -161,6 +175,7 @@ class DrainingServer(uvicorn.Server):
         if self._state.draining:
             # Not in the signal's handler, which may interrupt the event loop anywhere.
             self._state.plans.stop()
+            self._state.intake.stop(self._state.settings.drain_seconds + _BODY_GRACE_SECONDS)
         return await super().on_tick(counter) or time.monotonic() >= self._end_at
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from collections.abc import Callable
 
 import structlog
 
@@ -35,7 +36,11 @@ __all__ = ["Pending", "PlanService", "unknown_signature"]
 
 
 class Pending(Exception):
-    """Planning takes longer than a caller may wait; repeating the call is harmless."""
+    """Planning of `signature` takes longer than a caller may wait; repeating the call is harmless."""
+
+    def __init__(self, signature: str) -> None:
+        self.signature = signature
+        super().__init__(f"{signature} is being planned")
 
 
 class PlanService:
@@ -48,6 +53,8 @@ class PlanService:
         self._metrics = metrics
         self.memory = PlanMemory(settings.memory_cache_bytes)
         self._flights: dict[str, asyncio.Task[tuple[Entry, bool]]] = {}
+        self._flight_bytes: dict[str, int] = {}
+        self._most_flight_bytes = max(settings.max_bodies_bytes, settings.max_body_bytes)
         self._loads: dict[str, asyncio.Task[Entry | None]] = {}
         self._arrivals: dict[str, set[asyncio.Event]] = {}
         self._generation: dict[str, int] = {}
@@ -84,7 +91,7 @@ class PlanService:
                 return entry
         flight = self._flights.get(signature)
         if flight is not None:
-            return (await self._join(flight, limit))[0]
+            return (await self._join(signature, flight, limit))[0]
         entry = self.memory.get(signature)
         if entry is None:
             self._metrics.count("bucketplan_plan_misses_total")
@@ -93,11 +100,21 @@ class PlanService:
                 raise self._stops()
         return entry
 
-    async def post(self, signature: str, request: bytes, profile: bytes | None, cause: Cause) -> tuple[Entry, bool]:
+    async def post(
+        self,
+        signature: str,
+        request: bytes,
+        profile: bytes | None,
+        cause: Cause,
+        *,
+        wait_seconds: float | None = None,
+        handed_over: Callable[[], None] = lambda: None,
+    ) -> tuple[Entry, bool]:
         """The plan of a request: the stored one, or one that is planned now, once for everybody who asks.
 
         `request` must hash to `signature`. A profile is read only where the signature is new: the first one is bound
-        for ever. The flag says whether this call had it planned. Raises `Pending`.
+        for ever. The flag says whether this call had it planned. Who waits for a plan holds neither any longer, which
+        `handed_over` is told. Raises `Pending` after `wait_seconds`, those of the setting where left out.
         """
         actual = await beside(len(request) > HASHED_BYTES, _sha256, request)
         if actual != signature:
@@ -110,10 +127,17 @@ class PlanService:
         if flight is None:
             if len(self._flights) >= self._settings.max_queued_plannings:
                 raise self.busy("signatures are in planning", self._settings.max_queued_plannings)
+            size = len(request) + len(profile or b"")
+            if sum(self._flight_bytes.values()) + size > self._most_flight_bytes:
+                raise self.busy("bytes of requests are in planning", self._most_flight_bytes)
+            self._flight_bytes[signature] = size
             flight = self._take_off(PlanJob(signature, request, profile), cause)
         else:
             self._metrics.count("bucketplan_single_flight_waits_total")
-        entry, stored = await self._join(flight, self._settings.plan_wait_seconds)
+        del request, profile
+        handed_over()
+        limit = self._settings.plan_wait_seconds if wait_seconds is None else wait_seconds
+        entry, stored = await self._join(signature, flight, limit)
         return entry, mine and stored
 
     async def epoch(self, epoch: str) -> Epoch | None:
@@ -254,7 +278,7 @@ class PlanService:
         return flight
 
     def _landed(self, signature: str, flight: asyncio.Task[tuple[Entry, bool]]) -> None:
-        del self._flights[signature]
+        del self._flights[signature], self._flight_bytes[signature]
         # Every waiter may have left (202, disconnect); the failure is then known to the log alone.
         error = None if flight.cancelled() else flight.exception()
         if error is not None and not isinstance(error, Problem):
@@ -294,7 +318,9 @@ class PlanService:
         finally:
             self._metrics.count("bucketplan_plannings_total", outcome)
 
-    async def _join(self, flight: asyncio.Task[tuple[Entry, bool]], seconds: float) -> tuple[Entry, bool]:
+    async def _join(
+        self, signature: str, flight: asyncio.Task[tuple[Entry, bool]], seconds: float
+    ) -> tuple[Entry, bool]:
         if self._waiters >= self._settings.max_waiters:
             raise self.busy("callers wait for planning", self._settings.max_waiters)
         self._waiters += 1
@@ -302,7 +328,7 @@ class PlanService:
             async with asyncio.timeout(seconds):
                 return await asyncio.shield(flight)
         except TimeoutError:
-            raise Pending from None
+            raise Pending(signature) from None
         finally:
             self._waiters -= 1
 

@@ -48,6 +48,16 @@ class Settings(BaseSettings):
     tls_certificate: str | None = Field(None, description="PEM file of the certificate chain; serves https with it")
     tls_key: str | None = Field(None, description="PEM file of the certificate's private key, without a passphrase")
     max_body_bytes: int = Field(32 * 2**20, ge=1024, description="largest body taken, after inflation")
+    max_bodies_bytes: int = Field(
+        512 * 2**20,
+        ge=1024,
+        description="what the bodies of all calls may hold at once, and again those in planning; above either 503",
+    )
+    body_timeout_seconds: float = Field(
+        30.0,
+        gt=0,
+        description="longest wait for the next part of a body, and a tenth of the longest that a whole one may take",
+    )
     plan_wait_seconds: float = Field(
         25.0,
         ge=0,

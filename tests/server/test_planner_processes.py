@@ -33,6 +33,7 @@ from bucketplan_server.planner.calls import (
     read_answer,
     read_call,
 )
+from bucketplan_server.planner.child import PlanningProcess
 from bucketplan_server.planner.frames import (
     HEADER_BYTES,
     FrameError,
@@ -158,12 +159,19 @@ def test_refusals_and_failures_arrive_as_what_they_are():
 
 
 @asynccontextmanager
-async def pool_of(*, memory_bytes: int = 8 * 2**30, timeout_seconds: float = 60.0, grace_seconds: float = 60.0):
+async def pool_of(
+    *,
+    memory_bytes: int = 8 * 2**30,
+    timeout_seconds: float = 60.0,
+    grace_seconds: float = 60.0,
+    wait_seconds: float = 60.0,
+):
     pool = PlannerPool(
         processes=1,
         memory_bytes=memory_bytes,
         timeout_seconds=timeout_seconds,
         grace_seconds=grace_seconds,
+        wait_seconds=wait_seconds,
         retry_after_seconds=1,
     )
     try:
@@ -264,3 +272,75 @@ def test_processes_hold_no_settings_of_the_server(monkeypatch):
     environment = asyncio.run(scenario())
     assert "PATH" in environment
     assert not [name for name in environment if name.startswith("BUCKETPLAN_") or "secret" in environment[name]]
+
+
+def test_nobody_waits_without_limit_for_what_others_read_or_plan():
+    async def scenario() -> None:
+        async with pool_of(wait_seconds=0.5) as pool:
+            planning = await pool.warm_up()
+            while True:  # it may take longer than that to start
+                with contextlib.suppress(Problem):
+                    reading = await pool.read(worker.warm_up)
+                    break
+            assert reading != planning
+            os.kill(reading, signal.SIGSTOP)
+            with pytest.raises(Problem, match="not read within") as caught:
+                await pool.read(worker.warm_up)
+            assert (caught.value.slug, "Retry-After" in caught.value.headers) == ("busy", True)
+            os.kill(reading, signal.SIGCONT)
+            assert await pool.read(worker.warm_up) == reading
+
+            os.kill(planning, signal.SIGSTOP)
+            first = asyncio.create_task(pool.plan(job_of(5)))
+            await asyncio.sleep(0)
+            revision = RevisionJob(
+                signature="0" * 64, request=b"", profile=b"", origin="replan", options=b"", buckets=None, decision=None
+            )
+            with pytest.raises(Problem, match="planned before this") as caught:
+                await pool.revise(revision)
+            assert caught.value.slug == "busy"
+            # Who looks, or sends JSON, does not wait behind a planning at all.
+            with pytest.raises(Problem) as caught:
+                await pool.canonicalize(b"{}")
+            assert caught.value.slug == "invalid-body"
+            os.kill(planning, signal.SIGCONT)
+            assert (await first).signature == small_request(5).signature
+
+    asyncio.run(scenario())
+
+
+def test_reads_that_wait_are_bounded_in_number():
+    async def scenario() -> None:
+        async with pool_of() as pool:
+            reading = await pool.read(worker.warm_up)
+            os.kill(reading, signal.SIGSTOP)
+            waiting = [asyncio.create_task(pool.read(worker.warm_up)) for _ in range(64)]
+            await asyncio.sleep(0)
+            with pytest.raises(Problem, match="64 reads wait"):
+                await pool.read(worker.warm_up)
+            for task in waiting[1:]:
+                task.cancel()
+            await asyncio.gather(*waiting[1:], return_exceptions=True)
+            os.kill(reading, signal.SIGCONT)
+            assert await waiting[0] == await pool.read(worker.warm_up) == reading
+
+    asyncio.run(scenario())
+
+
+def test_a_failure_that_was_not_expected_is_that_of_one_call(monkeypatch):
+    exchange = PlanningProcess.exchange
+
+    async def odd(process: PlanningProcess, call: bytes) -> bytes:
+        monkeypatch.setattr(PlanningProcess, "exchange", exchange)
+        raise MemoryError
+
+    async def scenario() -> None:
+        async with pool_of() as pool:
+            await pool.warm_up()
+            monkeypatch.setattr(PlanningProcess, "exchange", odd)
+            with pytest.raises(Problem) as caught:
+                await pool.plan(job_of(6))
+            assert caught.value.slug == "planner-failed"
+            assert (await pool.plan(job_of(6))).signature == small_request(6).signature
+
+    asyncio.run(scenario())

@@ -72,5 +72,6 @@ def front_of(state: AppState, app: ASGIApp | None = None) -> Front:
         memory=state.plans.memory,
         epochs=state.plans.epochs,
         metrics=state.metrics,
+        intake=state.intake,
         max_body_bytes=state.settings.max_body_bytes,
     )

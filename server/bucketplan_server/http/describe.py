@@ -17,6 +17,7 @@ PLAN_READ_PROBLEMS = (
     "not-acceptable",
     "unknown-signature",
     "unknown-revision",
+    "busy",
     "cannot-plan",
     "planner-failed",
     "quarantined",

@@ -6,6 +6,7 @@ middleware. Everything else goes on to the FastAPI application.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 from typing import Any
@@ -18,6 +19,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from bucketplan_server.access.authenticate import Access
 from bucketplan_server.http.bodies import too_large
+from bucketplan_server.http.intake import Intake
 from bucketplan_server.http.negotiation import MSGPACK_TYPE
 from bucketplan_server.memory import EpochMemory, PlanMemory, fixed_key
 from bucketplan_server.metrics import Metrics
@@ -51,6 +53,7 @@ class Front:
         memory: PlanMemory,
         epochs: EpochMemory,
         metrics: Metrics,
+        intake: Intake,
         max_body_bytes: int,
         trusted_proxies: str = TRUSTED_PROXIES,
     ) -> None:
@@ -65,6 +68,7 @@ class Front:
         self._epochs = epochs
         self._tallies = metrics.tallies
         self._statuses = metrics.statuses
+        self._intake = intake
         self._max_body_bytes = max_body_bytes
         self._log = structlog.get_logger("bucketplan_server")
 
@@ -165,15 +169,29 @@ class Front:
                 await self._app(scope, receive, send_with_id)
             except ClientDisconnect:
                 return
-            except Exception as error:
-                problem = error if isinstance(error, Problem) else self._unexpected(error, scope, request_id)
+            except (Exception, asyncio.CancelledError) as error:
+                problem = self._problem_of(error, scope, request_id)
                 if started:
                     raise
                 redirect = login_redirect(scope) if problem.status == 401 else None
                 response = redirect or refusal(scope, problem)
                 await response(scope, receive, send_with_id)
+            finally:
+                self._intake.release(scope)
 
-    def _unexpected(self, error: Exception, scope: Scope, request_id: bytes) -> Problem:
+    def _problem_of(self, error: BaseException, scope: Scope, request_id: bytes) -> Problem:
+        if isinstance(error, Problem):
+            return error
+        if isinstance(error, asyncio.CancelledError):
+            # The protocol server cancels the calls that are left when its time to stop is up, and only those.
+            return Problem(
+                "busy",
+                "the server has stopped before this call was done; repeat it, another replica may answer",
+                headers={"Retry-After": "1", "Connection": "close"},
+            )
+        return self._unexpected(error, scope, request_id)
+
+    def _unexpected(self, error: BaseException, scope: Scope, request_id: bytes) -> Problem:
         self._log.error("request.failed", method=scope["method"], path=scope["path"], exc_info=error)
         return Problem(
             "internal",

@@ -14,16 +14,22 @@ from bucketplan_server.access.authenticate import Access
 from bucketplan_server.access.dependency import principal_of
 from bucketplan_server.access.principal import ANYONE
 from bucketplan_server.access.service import TokenService
+from bucketplan_server.audit import Verification, verify
+from bucketplan_server.http.intake import Intake
+from bucketplan_server.http.waiting import while_connected
 from bucketplan_server.jobs.service import JobService
 from bucketplan_server.metrics import Metrics
 from bucketplan_server.planner.pool import PlannerPool
 from bucketplan_server.revisions import RevisionService
 from bucketplan_server.service import PlanService
 from bucketplan_server.settings import Settings
-from bucketplan_server.store.engine import Store
+from bucketplan_server.store.engine import Store, StoreError
 from bucketplan_server.store.events import Cause
 
-__all__ = ["AppState", "State", "cause_of"]
+__all__ = ["MOST_VERIFICATIONS", "AppState", "State", "cause_of", "verified"]
+
+MOST_VERIFICATIONS = 4
+"""One runs at a time, and takes minutes on a large store: who comes behind three others had better come again."""
 
 
 @dataclass(slots=True)
@@ -39,14 +45,37 @@ class AppState:
     metrics: Metrics
     access: Access
     tokens: TokenService
+    intake: Intake
     draining: bool = field(default=False)
     verifying: asyncio.Lock = field(default_factory=asyncio.Lock)
+    num_verifying: int = field(default=0)
 
 
 async def _state(request: Request) -> AppState:
     # Asynchronous, because FastAPI hands every other dependency to a thread.
     state: AppState = request.app.state.parts
     return state
+
+
+async def verified(request: Request, state: AppState, *, replay: bool) -> Verification:
+    """The log verified for this caller, for as long as they wait; with `replay` every revision is planned again.
+
+    Raises ``busy`` where `MOST_VERIFICATIONS` run or wait, and ``store-unavailable``.
+    """
+    if state.num_verifying >= MOST_VERIFICATIONS:
+        raise state.plans.busy("verifications run or wait", MOST_VERIFICATIONS)
+
+    async def in_turn() -> Verification:
+        async with state.verifying:
+            return await verify(state.store, state.pool.replay if replay else None)
+
+    state.num_verifying += 1
+    try:
+        return await while_connected(request, in_turn())
+    except StoreError as error:
+        raise state.plans.store_unavailable(error) from None
+    finally:
+        state.num_verifying -= 1
 
 
 State = Annotated[AppState, Depends(_state)]

@@ -16,9 +16,8 @@ from bucketplan_core.collectives import STRATEGIES
 from bucketplan_core.fields import is_digest
 from bucketplan_core.wire import MAX_INT, unpack
 from bucketplan_server.access import Caller, Principal, needs
-from bucketplan_server.audit import verify
 from bucketplan_server.http.parameters import read_cursor, write_cursor
-from bucketplan_server.http.state import AppState, State
+from bucketplan_server.http.state import AppState, State, verified
 from bucketplan_server.pages.render import page
 from bucketplan_server.pages.routing import (
     PageRoute,
@@ -209,11 +208,7 @@ async def verify_log(request: Request, state: State, caller: Caller) -> Response
     caller.everything("the log is one chain over every namespace")
     form = await read_form(request)
     replay = form.get("replay") == "yes"
-    try:
-        async with state.verifying:
-            found = await verify(state.store, state.pool.replay if replay else None)
-    except StoreError as error:
-        raise state.plans.store_unavailable(error) from None
+    found = await verified(request, state, replay=replay)
     request.app.state.last_verification = {"at_ns": time.time_ns(), "found": found, "replayed": replay}
     return see_other("/events#verification")
 

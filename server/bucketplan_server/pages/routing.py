@@ -20,6 +20,7 @@ from bucketplan_server.access.dependency import principal_of
 from bucketplan_server.http.bodies import read_body
 from bucketplan_server.http.parameters import Signature
 from bucketplan_server.http.state import AppState
+from bucketplan_server.http.waiting import while_connected
 from bucketplan_server.pages.problem import problem_page
 from bucketplan_server.pages.render import PAGE_HEADERS
 from bucketplan_server.problems import Problem
@@ -73,7 +74,9 @@ class PageRoute(APIRoute):
 
         async def handler(request: Request) -> Response:
             try:
-                return await inner(request)
+                if request.method != "GET":
+                    return await inner(request)
+                return await while_connected(request, inner(request))
             except Problem as problem:
                 if problem.slug in ("unauthorized", "forbidden"):
                     # The application logs and counts refusals, and sends who has no token to the sign-in page.

@@ -22,20 +22,28 @@ __all__ = ["PlannerPool"]
 T = TypeVar("T")
 _ATTEMPTS = 2
 """A planner may be killed for no fault of the request (an operator, the kernel out of memory): it is tried again."""
+_MOST_READS = 64
+"""Reads that may wait for the process that reads: at a second each, the last one waits longer than most callers."""
+_WAIT_SECONDS = 25.0
 _GRACE_SECONDS = 30.0
 """What a planner gets beyond its own time limit before the server ends it: it may be stopped, or deaf inside C code."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    call: bytes
+    """A call of a function; framed, and so copied, only when a process takes it."""
+
+    function: Callable[..., object]
+    arguments: tuple[object, ...]
     answer: asyncio.Future[bytes]
+    begun: asyncio.Event
 
 
 class PlannerPool:
     """`processes` processes that plan, started at the first call; each takes one piece of work at a time.
 
     They run programs of their own, not forks: a fork would copy threads' locks and the database connection.
+    `wait_seconds` bounds waits for what others have planned or read before, see each method.
     """
 
     def __init__(
@@ -45,11 +53,14 @@ class PlannerPool:
         memory_bytes: int,
         timeout_seconds: float,
         retry_after_seconds: int,
+        wait_seconds: float = _WAIT_SECONDS,
         grace_seconds: float = _GRACE_SECONDS,
     ) -> None:
         self._num_processes = processes
         self._limits = Limits(memory_bytes=memory_bytes, timeout_seconds=timeout_seconds, grace_seconds=grace_seconds)
         self._retry_after_seconds = retry_after_seconds
+        self._wait_seconds = wait_seconds
+        self._num_reads = 0
         self._queue: asyncio.Queue[_Work] = asyncio.Queue()
         self._runners: list[asyncio.Task[None]] = []
         self._num_crashes = 0
@@ -69,28 +80,28 @@ class PlannerPool:
         """Raises `Problem`: what is wrong with the request, or ``planner-failed`` when the process died twice."""
         return await self._checked(worker.plan, job)
 
-    async def canonicalize(self, body: bytes) -> Canonical:
-        """The canonical form of a JSON body; raises `Problem`."""
-        return await self._checked(worker.canonicalize, body)
-
     async def revise(self, job: RevisionJob) -> Revised:
-        """Another plan of a stored signature; raises `Problem`."""
-        return await self._checked(worker.revise, job)
+        """Another plan of a stored signature; raises `Problem`, ``busy`` when it has not begun in time."""
+        return await self._checked(worker.revise, job, begins_in_time=True)
 
     async def replay(self, job: RevisionJob, stored: bytes) -> str | None:
         """What an audit finds wrong with a stored plan, None if nothing; raises `Problem`."""
         return await self._checked(worker.replay_revision, job, stored)
 
+    async def canonicalize(self, body: bytes) -> Canonical:
+        """The canonical form of a JSON body; raises `Problem`, as `read` does."""
+        return await self.read(worker.canonicalize, body)
+
     async def explain(self, stored: Stored) -> dict[str, WireValue]:
-        """Why a plan is as it is; raises `Problem`."""
-        return await self._checked(worker.explain_plan, stored)
+        """Why a plan is as it is; raises `Problem`, as `read` does."""
+        return await self.read(worker.explain_plan, stored)
 
     async def diff(self, a: Stored, b: Stored) -> dict[str, WireValue]:
-        """How two revisions differ in request and decision; raises `Problem`."""
-        return await self._checked(worker.diff_plans, a, b)
+        """How two revisions differ in request and decision; raises `Problem`, as `read` does."""
+        return await self.read(worker.diff_plans, a, b)
 
-    async def read(self, function: Callable[..., T], *arguments: object) -> T:
-        """What `function`, one of `calls.OPERATIONS`, makes of stored documents; raises `Problem`.
+    async def read(self, function: Callable[..., T | Refused], *arguments: object) -> T:
+        """What `function`, one of `calls.OPERATIONS`, makes of documents; raises `Problem`, ``busy`` after a long wait.
 
         It runs in a process of its own, started at the first call, so that who looks does not wait behind plannings.
         """
@@ -98,11 +109,21 @@ class PlannerPool:
             self._readers = PlannerPool(
                 processes=1,
                 memory_bytes=self._limits.memory_bytes,
-                timeout_seconds=self._limits.timeout_seconds,
+                # Nobody waits longer, and others do wait.
+                timeout_seconds=min(self._limits.timeout_seconds, self._wait_seconds),
                 retry_after_seconds=self._retry_after_seconds,
                 grace_seconds=self._limits.grace_seconds,
             )
-        return await self._readers._checked(function, *arguments)
+        if self._num_reads >= _MOST_READS:
+            raise self._busy(f"{_MOST_READS} reads wait, the most that this server takes")
+        self._num_reads += 1
+        try:
+            async with asyncio.timeout(self._wait_seconds):
+                return await self._readers._checked(function, *arguments)
+        except TimeoutError:
+            raise self._busy(f"this was not read within {self._wait_seconds:g} s, others are read before it") from None
+        finally:
+            self._num_reads -= 1
 
     async def close(self) -> None:
         """End the processes, whatever they are doing; work that waits for them is cancelled."""
@@ -112,19 +133,34 @@ class PlannerPool:
             runner.cancel()
         await asyncio.gather(*self._runners, return_exceptions=True)
         while not self._queue.empty():
-            self._queue.get_nowait().answer.cancel()
+            work = self._queue.get_nowait()
+            work.answer.cancel()
+            work.begun.set()
 
-    async def _checked(self, function: Callable[..., T | Refused], *arguments: object) -> T:
-        body = await self._run(frame_call(function, *arguments))
+    async def _checked(
+        self, function: Callable[..., T | Refused], *arguments: object, begins_in_time: bool = False
+    ) -> T:
+        work = self._queued(function, arguments)
+        if begins_in_time:
+            try:
+                async with asyncio.timeout(self._wait_seconds):
+                    await work.begun.wait()
+            except TimeoutError:
+                work.answer.cancel()
+                raise self._busy(f"others are planned before this, for {self._wait_seconds:g} s by now") from None
+            except asyncio.CancelledError:
+                work.answer.cancel()
+                raise
+        # Who goes away does not interrupt the exchange with the process; the answer is then dropped.
+        body = await work.answer
         return await beside(len(body) > ANSWER_BYTES, read_answer, function, body)
 
-    async def _run(self, call: bytes) -> bytes:
+    def _queued(self, function: Callable[..., object], arguments: tuple[object, ...]) -> _Work:
         if not self._runners:
             self._runners = [asyncio.create_task(self._run_process()) for _ in range(self._num_processes)]
-        work = _Work(call, asyncio.get_running_loop().create_future())
+        work = _Work(function, arguments, asyncio.get_running_loop().create_future(), asyncio.Event())
         self._queue.put_nowait(work)
-        # Who goes away does not interrupt the exchange with the process; the answer is then dropped.
-        return await work.answer
+        return work
 
     async def _run_process(self) -> None:
         """One process after the other, for as long as the server runs."""
@@ -136,6 +172,7 @@ class PlannerPool:
                     process = await self._try_start()
                 work = await self._queue.get()
                 if not work.answer.done():
+                    work.begun.set()
                     process = await self._survive(work, process)
         finally:
             if work is not None:
@@ -160,16 +197,17 @@ class PlannerPool:
         if process is not None and process.has_ended:
             await self._bury(process, "it ended while idle", attempt=0)
             process = None
+        call = frame_call(work.function, *work.arguments)
         for attempt in range(1, _ATTEMPTS + 1):
             process = process or await self._try_start()
             if process is None:
                 continue
             try:
-                body = await process.exchange(work.call)
+                body = await process.exchange(call)
             except (EOFError, OSError) as error:
                 await self._bury(process, str(error) or type(error).__name__, attempt=attempt)
                 process = None
-            except asyncio.CancelledError:
+            except BaseException:
                 await process.close()
                 raise
             else:
@@ -183,7 +221,7 @@ class PlannerPool:
     async def _try_start(self) -> PlanningProcess | None:
         try:
             return await PlanningProcess.start(self._limits)
-        except OSError as error:
+        except Exception as error:
             self._num_crashes += 1
             self._log.error("planner.not_started", error=str(error))
             return None
@@ -192,6 +230,9 @@ class PlannerPool:
         self._num_crashes += 1
         status = await process.close()
         self._log.warning("planner.died", attempt=attempt, reason=reason, status=status)
+
+    def _busy(self, why: str) -> Problem:
+        return Problem("busy", f"{why}; repeat the call", headers={"Retry-After": str(self._retry_after_seconds)})
 
     def _died_twice(self) -> Problem:
         return Problem(

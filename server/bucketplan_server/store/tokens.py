@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from bucketplan_core.fields import is_digest
 from bucketplan_core.wire import digest_of
-from bucketplan_server.access.principal import NAMESPACE_PATTERN, ROLES, SEPARATOR
+from bucketplan_server.access.principal import ROLES, SEPARATOR
 from bucketplan_server.access.tokens import Token
 from bucketplan_server.store.engine import Store
 from bucketplan_server.store.events import Cause, append_event
@@ -90,11 +89,12 @@ def _read(row: RowMapping | Mapping[str, Any]) -> Token:
         damage = "hash: is no SHA-256 in hex"
     elif row["role"] not in ROLES:
         damage = f"role: {row['role']!r:.80} is none"
-    elif namespace is not None and (type(namespace) is not str or not re.fullmatch(NAMESPACE_PATTERN, namespace)):
+    elif namespace is not None and type(namespace) is not str:
         damage = f"namespace: {namespace!r:.80} is none"
     elif not all(time is None or type(time) is int for time in times):
         damage = f"times: {times!r:.200} are no nanoseconds"
     if damage is None:
         return Token(**{**row, "hash": bytes.fromhex(hashed)})
-    # A namespace that nobody is in: what such a token did is shown to those who see everything.
-    return Token(str(row["name"]), b"", "rank", SEPARATOR, 0, None, None, damage)
+    # Where it names no namespace, one that nobody is in: what the token did is shown to those who see everything.
+    namespace = namespace if namespace is None or type(namespace) is str else SEPARATOR
+    return Token(str(row["name"]), b"", "rank", namespace, 0, None, None, damage)

@@ -15,6 +15,7 @@ from bucketplan_server.http.answers import large_answer, plan_answer, wanted_enc
 from bucketplan_server.http.describe import MAP, PLAN, PLAN_READ_PROBLEMS, both, obj, problems
 from bucketplan_server.http.parameters import CURSOR_PATTERN, DIGEST_PATTERN, Signature, read_cursor, write_cursor
 from bucketplan_server.http.state import State
+from bucketplan_server.http.waiting import while_connected
 from bucketplan_server.problems import Problem
 from bucketplan_server.store.engine import StoreError
 from bucketplan_server.store.listing import PlanFilter, list_plans
@@ -99,7 +100,7 @@ async def get_revision(request: Request, state: State, signature: Signature, rev
 async def explain(request: Request, state: State, signature: Signature, revision: Revision = None) -> Response:
     encoding = wanted_encoding(request)
     stored = await state.revisions.stored(signature, revision)
-    found = await state.pool.explain(stored)
+    found = await while_connected(request, state.pool.explain(stored))
     return await large_answer(lambda: found, encoding)
 
 
@@ -119,7 +120,7 @@ async def diff(
 ) -> Response:
     encoding = wanted_encoding(request)
     sides = [await state.revisions.stored(a, revision_a), await state.revisions.stored(b, revision_b)]
-    found = await state.pool.diff(*sides)
+    found = await while_connected(request, state.pool.diff(*sides))
     return await large_answer(lambda: found, encoding)
 
 

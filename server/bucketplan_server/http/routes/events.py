@@ -11,11 +11,10 @@ from starlette.responses import Response
 from bucketplan_core.wire import MAX_INT, WireValue, unpack
 from bucketplan_server.access import Caller, needs
 from bucketplan_server.access.principal import JOB_PATTERN, Principal
-from bucketplan_server.audit import verify
 from bucketplan_server.http.answers import answer, large_answer, wanted_encoding
 from bucketplan_server.http.describe import DIGEST, MAP, both, obj, problems
 from bucketplan_server.http.parameters import DIGEST_PATTERN
-from bucketplan_server.http.state import State
+from bucketplan_server.http.state import State, verified
 from bucketplan_server.store.engine import StoreError
 from bucketplan_server.store.events import load_events
 
@@ -98,11 +97,7 @@ async def verify_events(
 ) -> Response:
     encoding = wanted_encoding(request)
     caller.everything("the log is one chain over every namespace")
-    try:
-        async with state.verifying:
-            found = await verify(state.store, state.pool.replay if replay else None)
-    except StoreError as error:
-        raise state.plans.store_unavailable(error) from None
+    found = await verified(request, state, replay=replay)
     return answer(found.to_wire(), encoding, headers={"Cache-Control": "no-store"})
 
 

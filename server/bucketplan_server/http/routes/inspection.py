@@ -17,6 +17,7 @@ from bucketplan_server.http.negotiation import MSGPACK_TYPE, names_tag
 from bucketplan_server.http.parameters import DIGEST_PATTERN, Signature
 from bucketplan_server.http.routes.audit import Revision
 from bucketplan_server.http.state import State
+from bucketplan_server.http.waiting import while_connected
 from bucketplan_server.memory import content_digest
 from bucketplan_server.planner.trace import trace_step
 
@@ -40,7 +41,7 @@ router = APIRouter()
 async def trace(request: Request, state: State, signature: Signature, revision: Revision = None) -> Response:
     encoding = wanted_encoding(request)
     stored = await state.revisions.stored(signature, revision)
-    found = await state.pool.read(trace_step, stored)
+    found = await while_connected(request, state.pool.read(trace_step, stored))
     return await large_answer(lambda: found, encoding)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Query
@@ -11,12 +13,14 @@ from starlette.responses import Response
 from bucketplan_core.fields import is_digest
 from bucketplan_server.access import needs
 from bucketplan_server.http.answers import answer, plan_answer, wanted_encoding
-from bucketplan_server.http.bodies import read_body, read_plan_body
+from bucketplan_server.http.bodies import PlanBody, read_body, read_plan_body
 from bucketplan_server.http.describe import DIGEST, PLAN, body_of, both, obj, problems
 from bucketplan_server.http.negotiation import Encoding, body_encoding
 from bucketplan_server.http.parameters import Signature
 from bucketplan_server.http.state import State, cause_of
 from bucketplan_server.http.waiting import while_connected
+from bucketplan_server.memory import Entry
+from bucketplan_server.planner.planned import Canonical
 from bucketplan_server.problems import Problem
 from bucketplan_server.service import Pending, unknown_signature
 
@@ -97,6 +101,7 @@ async def get_plan(
         **problems(
             "invalid-body",
             "not-acceptable",
+            "body-timeout",
             "body-too-large",
             "unsupported-media-type",
             "signature-mismatch",
@@ -116,20 +121,33 @@ async def get_plan(
 async def post_plan(request: Request, state: State) -> Response:
     sent = body_encoding(request.headers.get("content-type"))
     encoding = wanted_encoding(request, default=sent)
-    data = await read_body(request)
-    if sent == "msgpack":
-        body = read_plan_body(data)
-        signature, encoded, profile = body.signature, body.request, body.profile
-    else:
-        canonical = await state.pool.canonicalize(data)
-        signature, encoded, profile = canonical.signature, canonical.request, canonical.profile
     try:
-        posted = state.plans.post(signature, encoded, profile, cause_of(request, "first request", is_shared=True))
-        entry, created = await while_connected(request, posted)
-    except Pending:
-        return _pending(signature, encoding, state)
+        entry, created = await _posted(request, state, sent)
+    except Pending as pending:
+        return _pending(pending.signature, encoding, state)
     served = await state.plans.under(entry, _epoch(request))
     return await plan_answer(request, served, encoding, status=201 if created else 200)
+
+
+async def _posted(request: Request, state: State, sent: Encoding) -> tuple[Entry, bool]:
+    """As `PlanService.post`; nothing here holds the body while it waits for the plan."""
+    data = await read_body(request)
+    began = time.monotonic()
+    if sent == "msgpack":
+        body: PlanBody | Canonical = read_plan_body(data)
+    else:
+        body = await while_connected(request, state.pool.canonicalize(data))
+    del data
+    posted = state.plans.post(
+        body.signature,
+        body.request,
+        body.profile,
+        cause_of(request, "first request", is_shared=True),
+        wait_seconds=max(0.0, state.settings.plan_wait_seconds - (time.monotonic() - began)),
+        handed_over=partial(state.intake.release, request.scope),
+    )
+    del body
+    return await while_connected(request, posted)
 
 
 def _epoch(request: Request) -> str | None:

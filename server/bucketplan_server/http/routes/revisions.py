@@ -36,7 +36,9 @@ _WRITE_PROBLEMS = (
     "unknown-signature",
     "unknown-revision",
     "conflict",
+    "body-timeout",
     "body-too-large",
+    "busy",
     "unsupported-media-type",
     "store-unavailable",
 )
