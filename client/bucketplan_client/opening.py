@@ -9,7 +9,6 @@ protocol is in `bucketplan_client.opening_protocol`; this module runs it on the 
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import socket
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from bucketplan_client.agreement import GroupView, Report, agree, withdraw_in_time
-from bucketplan_client.arguments import BadArgument
+from bucketplan_client.arguments import BadArgument, is_unicode, printable
 from bucketplan_client.background import in_background
 from bucketplan_client.cache import PlanCache
 from bucketplan_client.environment import disabled_by_environment, job_from_environment
@@ -39,12 +38,14 @@ from bucketplan_client.fallback import DEFAULT_DEADLINE_S, AttemptPlans
 from bucketplan_client.jitter import uniform
 from bucketplan_client.membership import GroupLike, is_distributed, this_rank
 from bucketplan_client.opening_arguments import (
+    is_rank,
     read_groups,
     read_options,
     refuse_bad_choices,
     refuse_bad_place,
     refuse_bad_seconds,
 )
+from bucketplan_client.opening_places import PREFIX, Openings, Seen, leave_word
 from bucketplan_client.opening_protocol import (
     AskServer,
     Hello,
@@ -85,7 +86,8 @@ _SERVER_SLACK_S = 0.5
 """How long after its deadline a call to the server may still end by itself, with the error that says more."""
 _LEAST_CALL_S = 5.0
 """A call of the store takes milliseconds, on a busy host some more."""
-_openings = itertools.count()
+_HOST_VARIABLE = "BUCKETPLAN_HOST"
+_openings = Openings()
 
 
 class Attempt:
@@ -271,7 +273,9 @@ def open_attempt(
     (`Attempt.bucketed` is False), or `OpeningAborted` on every rank. `on_unavailable` says which where the server
     cannot be reached and not every rank holds an epoch of this job in its `cache`. `disabled` defaults to
     ``BUCKETPLAN_DISABLE``; one rank is enough. `plan_s` bounds one look for a plan at the server. `name` tells this
-    opening from others on the same store; by default the calls of each process are counted.
+    opening from others of this job and of these participants on the same store, and must be new and the same on all of
+    them; without it each process counts its openings of this job and of these participants, so that sub-groups may open
+    attempts of their own before or after.
 
     Raises `BadArgument` before anything else, of which the other ranks are told; `OpeningAborted` naming missing or odd
     ranks, and `StoreFailed`, both within `deadline_s` plus `server_s` and a few seconds; where the store goes silent at
@@ -279,27 +283,36 @@ def open_attempt(
     too, ends it on all. The first participant's `mode` decides for all.
     """
     rank = this_rank() if rank is None else rank
-    job = job or job_from_environment()
     where = Where(rank=rank, job=job, server=None if client is None else client.address)
     members: dict[str, tuple[int, ...]] = {}
     wrong: BadArgument | None = None
     try:
+        job = job or job_from_environment()
+        where = where.at(job=job)
         refuse_bad_place(job=job, rank=rank, participants=participants, name=name)
+        try:
+            members = read_groups(groups, rank)
+        except BadArgument as error:
+            wrong = error  # raised below, once the other ranks can be told
+        ranks = tuple(sorted(participants)) if participants is not None else _all_ranks(members, rank)
+        if rank not in ranks:
+            raise BadArgument("rank", rank, f"one of the participants ({describe_ranks(ranks)})")
     except BadArgument as error:
+        _leave_word(store, rank, where, error)
         raise error.located(where) from None
-    try:
-        members = read_groups(groups, rank)
-    except BadArgument as error:
-        wrong = error  # raised below, once the other ranks can be told
-    ranks = tuple(sorted(participants)) if participants is not None else _all_ranks(members, rank)
-    if rank not in ranks:
-        raise BadArgument("rank", rank, f"one of the participants ({describe_ranks(ranks)})").located(where)
-    root = JobStore(store or default_store(), prefix=f"bucketplan/{quote(job, safe='')}/{ranks[0]}", where=where)
-    opening_store = root.scoped(
-        f"opening/{next(_openings) if name is None else name}", call_s=_longest_call_s(deadline_s)
-    )
+    place = _openings.place(job, ranks, rank=rank, name=name)
+    seen = Seen.at(place)
+    base = store or default_store()
+    root = JobStore(base, prefix=f"bucketplan/{quote(job, safe='')}", where=where)
+    opening_store = JobStore(base, prefix=PREFIX, where=where, call_s=_longest_call_s(deadline_s))
     nonce = uuid.uuid4().hex
-    hello = Hello(rank=rank, capture=CAPTURE_VERSION, rewriter=REWRITER_VERSION, schema=SCHEMA_VERSION, host=_host())
+    hello = Hello(
+        rank=rank,
+        capture=CAPTURE_VERSION,
+        rewriter=REWRITER_VERSION,
+        schema=SCHEMA_VERSION,
+        participants=place.digest,
+    )
     try:
         if wrong is not None:
             raise wrong
@@ -315,8 +328,10 @@ def open_attempt(
             deadline_s=deadline_s,
             server_s=server_s,
             grace_s=grace_s,
+            seen=seen,
             hello=replace(
                 hello,
+                host=_host(),
                 options=given,
                 on_unavailable=on_unavailable,
                 disabled=disabled_by_environment() if disabled is None else disabled,
@@ -328,7 +343,7 @@ def open_attempt(
             open_protocol(setup), opening_store, other=lambda step: _perform(step, job, client, cache, where, grace_s)
         )
     except BaseException as error:
-        _leave(opening_store, hello, nonce, error)
+        _leave(opening_store, hello, seen, nonce, error)
         if isinstance(error, BucketplanError):
             typed = _typed(error, where)
             raise typed from typed.__cause__
@@ -380,12 +395,27 @@ def _typed(error: BucketplanError, where: Where) -> ClientError:
     return refused
 
 
-def _leave(store: JobStore, hello: Hello, nonce: str, error: BaseException) -> None:
+def _leave(store: JobStore, hello: Hello, seen: Seen, nonce: str, error: BaseException) -> None:
     """Tell the ranks that wait for this one why it leaves, on a connection of its own, or give up; raises nothing."""
     what = error.message if isinstance(error, ClientError) else f"{type(error).__name__}: {error}"
     remedy = error.remedy if isinstance(error, BadArgument) else f"Look at the log of rank {hello.rank}"
-    leaving = leave_opening(hello, nonce=nonce, reason=what, remedy=remedy)
+    leaving = leave_opening(hello, seen, nonce=nonce, reason=what, remedy=remedy)
     drive_apart(leaving, store, told="leaves the opening")
+
+
+def _leave_word(store: Store | None, rank: int, where: Where, error: BadArgument) -> None:
+    """Say why this rank has no place in any opening, for those who will miss it; raises nothing.
+
+    Which opening they wait in, nobody can tell here: they read it at their deadline.
+    """
+    if not is_rank(rank):
+        return
+    try:
+        base = store or default_store()
+    except ValueError:
+        return  # there is nobody else
+    word = leave_word(rank, Seen(failure=error.message))
+    drive_apart(word, JobStore(base, prefix=PREFIX, where=where), told="has no place in the opening")
 
 
 def _all_ranks(members: Mapping[str, tuple[int, ...]], rank: int) -> tuple[int, ...]:
@@ -503,6 +533,9 @@ def _remember(cache: PlanCache, opened: Opened) -> None:
 
 def _verify(outcome: Outcome, setup: Setup) -> None:
     """Whether this rank can do what was decided: it may have come late, restarted, with another release."""
+    if outcome.kind != "abort" and outcome.participants != setup.hello.participants:
+        ranks = describe_ranks(setup.participants)
+        raise DecodeError("outcome.participants", outcome.participants, f"this rank opens with {ranks}")
     if outcome.opened is None:
         return
     epoch = outcome.opened.epoch
@@ -518,7 +551,11 @@ def _verify(outcome: Outcome, setup: Setup) -> None:
 
 
 def _host() -> str:
-    return os.environ.get("BUCKETPLAN_HOST") or socket.gethostname()
+    """What tells this host from others; raises `BadArgument` for a ``BUCKETPLAN_HOST`` that is no text."""
+    given = os.environ.get(_HOST_VARIABLE, "")
+    if not is_unicode(given):
+        raise BadArgument(_HOST_VARIABLE, given, "a name in valid Unicode")
+    return given or printable(socket.gethostname())
 
 
 def _tell(attempt: Attempt, outcome: Outcome) -> None:

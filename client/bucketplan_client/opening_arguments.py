@@ -13,7 +13,7 @@ from bucketplan_core.attempt import MAX_RANK
 from bucketplan_core.errors import DecodeError, describe_ranks
 from bucketplan_core.wire import WireValue, pack, unpack
 
-__all__ = ["read_groups", "read_options", "refuse_bad_choices", "refuse_bad_place", "refuse_bad_seconds"]
+__all__ = ["is_rank", "read_groups", "read_options", "refuse_bad_choices", "refuse_bad_place", "refuse_bad_seconds"]
 
 _MAX_SECONDS = 365 * 86_400
 _CHOICES = {"mode": ("leader", "every_rank"), "on_unavailable": ("local", "unbucketed", "error")}
@@ -25,7 +25,7 @@ def refuse_bad_place(*, job: object, rank: object, participants: Sequence[int] |
         raise BadArgument("job", job, "a name in valid Unicode")
     if name is not None and not _is_name(name):
         raise BadArgument("name", name, "a name in valid Unicode, or None")
-    if not _is_rank(rank):
+    if not is_rank(rank):
         raise BadArgument("rank", rank, f"a rank between 0 and {MAX_RANK}")
     if participants is None:
         return
@@ -100,13 +100,14 @@ def refuse_bad_seconds(**seconds: Any) -> None:
 
 
 def _refuse_bad_ranks(option: str, ranks: object) -> None:
-    if not isinstance(ranks, Sequence | set | frozenset) or not ranks or not all(map(_is_rank, ranks)):
+    if not isinstance(ranks, Sequence | set | frozenset) or not ranks or not all(map(is_rank, ranks)):
         raise BadArgument(option, ranks, f"ranks between 0 and {MAX_RANK}, at least one")
     if len(set(ranks)) != len(ranks):
         raise BadArgument(option, ranks, "ranks, each of them once")
 
 
-def _is_rank(value: object) -> bool:
+def is_rank(value: object) -> bool:
+    """Whether `value` is a rank."""
     return type(value) is int and 0 <= value <= MAX_RANK
 
 

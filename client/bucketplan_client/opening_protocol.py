@@ -16,12 +16,14 @@ Everything here is pure: see `bucketplan_client.protocol` for how it is run, and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from bucketplan_client.arguments import printable
 from bucketplan_client.errors import ServerError, ServerRefused
-from bucketplan_client.protocol import Get, GetMany, Now, Protocol, Put, PutOnce, Wait, members_digest
+from bucketplan_client.opening_documents import Hello, OnUnavailable, Opened, Outcome, OutcomeKind, Source
+from bucketplan_client.opening_places import Seen, leave_word, seen_elsewhere
+from bucketplan_client.protocol import Get, GetMany, Now, Protocol, Put, PutOnce, Wait
 from bucketplan_core.attempt import AttemptRequest
 from bucketplan_core.collectives import Options
 from bucketplan_core.epoch import Epoch, complete_options
@@ -39,172 +41,19 @@ __all__ = [
     "Outcome",
     "Setup",
     "Sleep",
+    "Source",
     "leave_opening",
     "odd_option",
     "open_protocol",
 ]
 
 OpenMode = Literal["leader", "every_rank"]
-OnUnavailable = Literal["local", "unbucketed", "error"]
-OutcomeKind = Literal["commit", "unbucketed", "abort"]
-Source = Literal["server", "cache", "local"]
 
-_MAX_ROLES = 1_000
 _LONGEST_REASON = 2_000
 _LOOK_S = 2.0
 """How often a rank that waits for the leader's draft looks for an outcome instead."""
 _VERSIONS = ("capture", "rewriter", "schema")
-_OUTCOME, _DRAFT, _ANSWER = "outcome", "draft", "answer"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
-    """What one rank brings to the opening.
-
-    `options` are the option fields that the user gave. `groups` are this rank's groups: members by role; on the wire
-    only the first member of a group lists them, the others send their digest, so that the leader of thousands of ranks
-    reads each list once. `held` are the epochs in its cache, the latest first. `host` tells ranks of one machine from
-    those of another.
-    """
-
-    rank: int
-    capture: int
-    rewriter: int
-    schema: int
-    options: Mapping[str, WireValue] = field(default_factory=dict)
-    on_unavailable: OnUnavailable = "local"
-    disabled: bool = False
-    host: str = ""
-    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    held: tuple[str, ...] = ()
-    group_digests: Mapping[str, str] = field(default_factory=dict)
-
-    def encoded(self) -> bytes:
-        return pack(
-            {
-                "capture": self.capture,
-                "disabled": self.disabled,
-                "group_digests": {role: members_digest(members) for role, members in self.groups.items()},
-                "groups": {role: list(members) for role, members in self.groups.items() if members[0] == self.rank},
-                "held": list(self.held),
-                "host": self.host,
-                "on_unavailable": self.on_unavailable,
-                "options": dict(self.options),
-                "rank": self.rank,
-                "rewriter": self.rewriter,
-                "schema": self.schema,
-            }
-        )
-
-    @classmethod
-    def decode(cls, data: bytes) -> Hello:
-        fields = Fields(unpack(data), "hello")
-        groups, digests = fields.submap("groups"), fields.submap("group_digests")
-        options = fields.raw("options")
-        if not isinstance(options, dict):
-            raise DecodeError("hello.options", options, "must be a map")
-        held = fields.array("held", limit=1_000)
-        hello = cls(
-            rank=fields.integer("rank"),
-            capture=fields.integer("capture"),
-            rewriter=fields.integer("rewriter"),
-            schema=fields.integer("schema"),
-            options=options,
-            on_unavailable=fields.text("on_unavailable", choices=("local", "unbucketed", "error")),  # type: ignore[arg-type]  # one of the choices
-            disabled=fields.flag("disabled"),
-            host=fields.text("host"),
-            groups={role: _int_tuple(groups, role) for role in groups.keys(limit=_MAX_ROLES)},
-            group_digests={role: digests.digest(role) for role in digests.keys(limit=_MAX_ROLES)},
-            held=tuple(str(value) for value in held),
-        )
-        groups.finish()
-        digests.finish()
-        fields.finish()
-        return hello
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
-    """What the server (or a cache) promises an attempt: its number, its epoch, and the bytes of every override."""
-
-    epoch: Epoch
-    overrides: Mapping[str, bytes] = field(default_factory=dict)
-    attempt: int | None = None
-
-    def to_wire(self) -> dict[str, WireValue]:
-        return {
-            "attempt": self.attempt,
-            "epoch": self.epoch.encoded,
-            "overrides": dict(self.overrides),
-        }
-
-    @classmethod
-    def from_wire(cls, tree: WireValue, path: str = "opened") -> Opened:
-        fields = Fields(tree, path)
-        encoded = fields.raw("epoch")
-        overrides = fields.raw("overrides")
-        if not isinstance(encoded, bytes):
-            raise DecodeError(f"{path}.epoch", encoded, "must be bytes")
-        if not isinstance(overrides, dict):
-            raise DecodeError(f"{path}.overrides", overrides, "must be a map")
-        opened = cls(
-            epoch=Epoch.decode(encoded),
-            overrides={signature: plan for signature, plan in overrides.items() if isinstance(plan, bytes)},
-            attempt=fields.optional_integer("attempt"),
-        )
-        fields.finish()
-        return opened
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """The one decision about an attempt, as it stands in the store.
-
-    `source` says where the epoch of a commit came from. `reason` and `remedy` are for people; `missing` and `odd` are
-    the ranks that an abort is about. `nonce` is different for every opening.
-    """
-
-    kind: OutcomeKind
-    nonce: str = ""
-    source: Source = "server"
-    opened: Opened | None = None
-    reason: str = ""
-    remedy: str = ""
-    missing: tuple[int, ...] = ()
-    odd: tuple[int, ...] = ()
-
-    def encoded(self) -> bytes:
-        return pack(
-            {
-                "kind": self.kind,
-                "missing": list(self.missing),
-                "nonce": self.nonce,
-                "odd": list(self.odd),
-                "opened": None if self.opened is None else self.opened.to_wire(),
-                "reason": self.reason,
-                "remedy": self.remedy,
-                "source": self.source,
-            }
-        )
-
-    @classmethod
-    def decode(cls, data: bytes) -> Outcome:
-        fields = Fields(unpack(data), "outcome")
-        opened = fields.raw("opened")
-        outcome = cls(
-            kind=fields.text("kind", choices=("commit", "unbucketed", "abort")),  # type: ignore[arg-type]  # one of the choices
-            nonce=fields.text("nonce"),
-            source=fields.text("source", choices=("server", "cache", "local")),  # type: ignore[arg-type]  # one of the choices
-            opened=None if opened is None else Opened.from_wire(opened, "outcome.opened"),
-            reason=fields.text("reason"),
-            remedy=fields.text("remedy"),
-            missing=_int_tuple(fields, "missing"),
-            odd=_int_tuple(fields, "odd"),
-        )
-        # No `finish`: an outcome that another release wrote because the releases differ must be readable here.
-        if (outcome.kind == "commit") != (outcome.opened is not None):
-            raise DecodeError("outcome.opened", opened, "must be there exactly for a commit")
-        return outcome
+_FIRST = Seen(key="opening/0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +84,8 @@ class Setup:
 
     `participants` are the ranks that share a candidate's group, directly or through others, in ascending order; the
     first leads. `deadline_s` bounds the wait for ranks, `server_s` the server's part, `grace_s` how much longer ranks
-    wait for the leader than it may take. `defaults` complete the options where no server does.
+    wait for the leader than it may take. `defaults` complete the options where no server does. `seen` is where the
+    opening stands in the store.
     """
 
     job: str
@@ -248,6 +98,7 @@ class Setup:
     server_s: float = 60.0
     grace_s: float = 10.0
     jitter_s: float = 5.0
+    seen: Seen = _FIRST
 
     @property
     def rank(self) -> int:
@@ -257,6 +108,22 @@ class Setup:
     def leader(self) -> int:
         return self.participants[0]
 
+    @property
+    def outcome(self) -> str:
+        """Where the outcome stands in the store; the others so too."""
+        return outcome_key(self.seen)
+
+    @property
+    def draft(self) -> str:
+        return f"{self.seen.key}/draft"
+
+    @property
+    def answer(self) -> str:
+        return f"{self.seen.key}/answer"
+
+    def hello_of(self, rank: int) -> str:
+        return _hello_key(self.seen, rank)
+
 
 def open_protocol(setup: Setup) -> Protocol[Outcome]:
     """The outcome of this opening, the same on every rank that gets one; each ends within the sum of its times.
@@ -265,49 +132,64 @@ def open_protocol(setup: Setup) -> Protocol[Outcome]:
     """
     started: float = yield Now()
     until = started + setup.deadline_s
-    yield Put(_hello_key(setup.rank), setup.hello.encoded())
+    yield from leave_word(setup.rank, setup.seen)
+    yield Put(setup.hello_of(setup.rank), setup.hello.encoded())
     if setup.rank == setup.leader:
         standing = yield from _lead(setup, until)
         return Outcome.decode(standing)
     if setup.mode == "every_rank":
         yield from _ask_as_well(setup, until)
-    missing: tuple[str, ...] = yield Wait((_OUTCOME,), until + setup.server_s + setup.grace_s)
+    missing: tuple[str, ...] = yield Wait((setup.outcome,), until + setup.server_s + setup.grace_s)
     if missing:
-        standing = yield PutOnce(_OUTCOME, _without(setup, [setup.leader]).encoded())
+        standing = yield from _give_up(setup, [setup.leader])
     else:
-        (standing,) = yield GetMany((_OUTCOME,))
+        (standing,) = yield GetMany((setup.outcome,))
     return Outcome.decode(standing)
 
 
 def _lead(setup: Setup, until: float) -> Protocol[bytes]:
-    keys = tuple(_hello_key(rank) for rank in setup.participants)
+    keys = tuple(setup.hello_of(rank) for rank in setup.participants)
     missing: tuple[str, ...] = yield Wait(keys, until)
     if missing:
         gone = set(missing)
-        outcome = _without(setup, [r for r, key in zip(setup.participants, keys, strict=True) if key in gone])
+        return (yield from _give_up(setup, [r for r, k in zip(setup.participants, keys, strict=True) if k in gone]))
+    found: Sequence[bytes] = yield GetMany(keys)
+    decided: bytes | None = yield Get(setup.outcome)
+    if decided is not None:
+        return decided
+    read = _judge_releases(setup, found) or _read_hellos(setup, found)
+    if isinstance(read, Outcome):
+        outcome = read
     else:
-        found: Sequence[bytes] = yield GetMany(keys)
-        decided: bytes | None = yield Get(_OUTCOME)
-        if decided is not None:
-            return decided
-        read = _judge_releases(setup, found) or _read_hellos(setup, found)
-        if isinstance(read, Outcome):
-            outcome = read
-        else:
-            outcome = judge_hellos(read, setup) or (yield from _decide(setup, read))
-    standing: bytes = yield PutOnce(_OUTCOME, outcome.encoded())
+        outcome = judge_hellos(read, setup) or (yield from _decide(setup, read))
+    standing: bytes = yield PutOnce(setup.outcome, _encoded(outcome, setup))
     return standing
 
 
-def leave_opening(hello: Hello, *, nonce: str, reason: str, remedy: str) -> Protocol[None]:
-    """End an opening that `hello.rank` takes no part in any more, unless it has ended; waits for nobody.
+def _give_up(setup: Setup, missing: Sequence[int]) -> Protocol[bytes]:
+    """The outcome without `missing`. What they open of the same job in its stead ends with the same abort."""
+    elsewhere: Mapping[int, Seen] = yield from seen_elsewhere(missing, setup.seen.key)
+    data = _encoded(_without(setup, missing, elsewhere), setup)
+    standing: bytes = yield PutOnce(setup.outcome, data)
+    if standing == data and Outcome.decode(data).kind == "abort":
+        for key in sorted({outcome_key(seen) for seen in elsewhere.values() if seen.is_of_job_of(setup.seen.key)}):
+            yield PutOnce(key, data)
+    return standing
+
+
+def _encoded(outcome: Outcome, setup: Setup) -> bytes:
+    return replace(outcome, participants=setup.hello.participants).encoded()
+
+
+def leave_opening(hello: Hello, seen: Seen, *, nonce: str, reason: str, remedy: str) -> Protocol[None]:
+    """End the opening `seen` that `hello.rank` takes no part in any more, unless it has ended; waits for nobody.
 
     The abort stands before the hello, which wakes a leader that has no rank but this one to wait for.
     """
     text = f"rank {hello.rank} left it: {reason[:_LONGEST_REASON]}"
     abort = Outcome(kind="abort", nonce=nonce, reason=printable(text), remedy=printable(remedy), odd=(hello.rank,))
-    yield PutOnce(_OUTCOME, abort.encoded())
-    yield Put(_hello_key(hello.rank), hello.encoded())
+    yield PutOnce(outcome_key(seen), abort.encoded())
+    yield Put(_hello_key(seen, hello.rank), hello.encoded())
 
 
 def _decide(setup: Setup, hellos: Sequence[Hello]) -> Protocol[Outcome]:
@@ -324,45 +206,45 @@ def _decide(setup: Setup, hellos: Sequence[Hello]) -> Protocol[Outcome]:
         if setup.mode == "leader":
             opened: Opened = yield AskServer(request, server_until)
         else:
-            opened = yield from _collect_answers(request, server_until)
+            opened = yield from _collect_answers(setup, request, server_until)
     except ServerError as error:
         return (yield from _without_server(setup, hellos, request, error))
     return Outcome(kind="commit", nonce=setup.nonce, source="server", opened=opened)
 
 
-def _collect_answers(request: AttemptRequest, until: float) -> Protocol[Opened]:
+def _collect_answers(setup: Setup, request: AttemptRequest, until: float) -> Protocol[Opened]:
     """Mode `every_rank`: the leader asks like everyone, then takes the answer that stood in the store first."""
-    yield Put(_DRAFT, pack(request.to_wire()))
+    yield Put(setup.draft, pack(request.to_wire()))
     try:
         opened: Opened = yield AskServer(request, until)
     except ServerError:
-        missing: tuple[str, ...] = yield Wait((_ANSWER,), until)
+        missing: tuple[str, ...] = yield Wait((setup.answer,), until)
         if missing:
             raise
-        (standing,) = yield GetMany((_ANSWER,))
+        (standing,) = yield GetMany((setup.answer,))
     else:
-        standing = yield PutOnce(_ANSWER, pack(opened.to_wire()))
+        standing = yield PutOnce(setup.answer, pack(opened.to_wire()))
     return Opened.from_wire(unpack(standing), "answer")
 
 
 def _ask_as_well(setup: Setup, until: float) -> Protocol[None]:
     while True:
         now: float = yield Now()
-        missing: tuple[str, ...] = yield Wait((_DRAFT,), min(now + _LOOK_S, until + setup.grace_s))
+        missing: tuple[str, ...] = yield Wait((setup.draft,), min(now + _LOOK_S, until + setup.grace_s))
         if not missing:
             break
         # No draft comes where the leader has refused before it, or opens in mode `leader`.
-        decided: bytes | None = yield Get(_OUTCOME)
+        decided: bytes | None = yield Get(setup.outcome)
         if decided is not None or now >= until + setup.grace_s:
             return
-    (draft,) = yield GetMany((_DRAFT,))
+    (draft,) = yield GetMany((setup.draft,))
     yield Sleep(min(setup.jitter_s, setup.server_s / 2))
     now = yield Now()
     try:
         opened: Opened = yield AskServer(AttemptRequest.read(Fields(unpack(draft), "draft")), now + setup.server_s / 2)
     except ServerError:
         return
-    yield PutOnce(_ANSWER, pack(opened.to_wire()))
+    yield PutOnce(setup.answer, pack(opened.to_wire()))
 
 
 def _without_server(
@@ -474,6 +356,7 @@ def _read_hellos(setup: Setup, encoded: Sequence[bytes]) -> list[Hello] | Outcom
 def judge_hellos(hellos: Sequence[Hello], setup: Setup) -> Outcome | None:
     """What keeps these ranks, all of one release, from opening together; None when nothing does."""
     shown: tuple[tuple[str, Callable[[Hello], str]], ...] = (
+        ("participants", lambda hello: hello.participants[:12]),
         ("options", lambda hello: _show(hello.options)),
         ("choice of on_unavailable", lambda hello: hello.on_unavailable),
     )
@@ -535,10 +418,19 @@ def topology_of(hellos: Sequence[Hello]) -> dict[str, int]:
     }
 
 
-def _without(setup: Setup, missing: Sequence[int]) -> Outcome:
+def _without(setup: Setup, missing: Sequence[int], elsewhere: Mapping[int, Seen]) -> Outcome:
     """The outcome when ranks are missing: without buckets they may still come and train, else the start has failed."""
     reason = f"nothing came from {describe_ranks(missing)} within {setup.deadline_s:g} s"
     remedy = f"Look at the log of rank {missing[0]}: it died, hangs, or never came here"
+    failed = {rank: seen.failure for rank, seen in elsewhere.items() if seen.failure}
+    if failed:
+        rank, why = next(iter(failed.items()))
+        reason += f"; rank {rank} could not open: {why}"
+        remedy = f"Correct that on rank {rank}"
+    elif elsewhere:
+        rank, seen = next(iter(elsewhere.items()))
+        reason += f"; rank {rank} was last seen to open with {seen.text}, this rank opens with {setup.seen.text}"
+        remedy = f"Give the same job, participants and name on every rank that opens together, or else l{remedy[1:]}"
     kind: OutcomeKind = "unbucketed" if setup.hello.on_unavailable == "unbucketed" else "abort"
     return Outcome(kind=kind, nonce=setup.nonce, reason=reason, remedy=remedy, missing=tuple(missing))
 
@@ -565,12 +457,9 @@ def _show(options: Mapping[str, WireValue]) -> str:
     return "{" + ", ".join(f"{name}={options[name]!r}" for name in sorted(options)) + "}"
 
 
-def _int_tuple(fields: Fields, key: str) -> tuple[int, ...]:
-    values = fields.raw(key)
-    if not isinstance(values, list) or not all(type(value) is int for value in values):
-        raise DecodeError(f"{fields.path}.{key}", values, "must be a list of integers")
-    return tuple(value for value in values if isinstance(value, int))
+def outcome_key(seen: Seen) -> str:
+    return f"{seen.key}/outcome"
 
 
-def _hello_key(rank: int) -> str:
-    return f"hello/{rank}"
+def _hello_key(seen: Seen, rank: int) -> str:
+    return f"{seen.key}/hello/{rank}"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from bucketplan_client.errors import OpeningAborted, ServerRefused
 from bucketplan_client.opening import open_attempt
+from bucketplan_client.opening_places import PREFIX, Place
 from bucketplan_client.opening_protocol import Hello
 from bucketplan_client.store import JobStore
 from bucketplan_client.testing import InMemoryPlanServer, MemoryAnswer
@@ -132,7 +133,8 @@ class TestAcrossSchemaVersions:
         def other_release() -> None:
             hello = unpack(Hello(rank=odd, capture=1, rewriter=1, schema=NEXT).encoded())
             assert isinstance(hello, dict)
-            place = JobStore(store, prefix="bucketplan/llama/0").scoped("opening/0")
+            key = Place(job="llama", participants=tuple(ranks), name="0").key
+            place = JobStore(store, prefix=PREFIX).scoped(key)
             place.put(f"hello/{odd}", pack({**hello, "unheard_of": {"more": 1}}))
             if odd == 0:
                 reason = "the ranks do not agree on the schema version: rank 0 holds 2, ranks 1-2 hold 1"
