@@ -83,6 +83,9 @@ class JobStore:
         def write() -> bytes:
             mine = self._packed(key, value)
             standing = self._store.compare_set(key, b"", mine)  # type: ignore[arg-type]  # as for set below
+            if standing == mine:
+                # A TCPStore without libuv wakes those who wait for a key only when it is set.
+                self._set(key, mine)
             return value if standing == mine else self._unpacked(key, standing)
 
         return self._call(f"compare_set {key}", write)

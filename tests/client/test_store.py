@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -157,6 +158,32 @@ class TestStoppedHost:
             assert evidence._thread is None
             host.kill()
         watcher.join()
+
+
+@pytest.mark.parametrize("use_libuv", [True, False])
+def test_value_that_is_written_once_wakes_those_who_wait(use_libuv):
+    """A TCPStore without libuv (``USE_LIBUV=0``) wakes nobody when compare_set has written."""
+    base = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=use_libuv)
+    other = dist.TCPStore("127.0.0.1", base.port, is_master=False, wait_for_workers=False, use_libuv=use_libuv)
+    until = time.monotonic() + 30.0
+    missing: list[tuple[str, ...]] = []
+
+    def answer() -> None:
+        store = JobStore(other, prefix="p")
+        for turn in range(50):
+            missing.append(store.wait([f"question/{turn}"], until))
+            store.put_once(f"answer/{turn}", b"yes")
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    store = JobStore(base, prefix="p")
+    # In turns, so that each waits before the other writes.
+    for turn in range(50):
+        store.put_once(f"question/{turn}", b"well?")
+        missing.append(store.wait([f"answer/{turn}"], until))
+    thread.join()
+    assert missing == [()] * 100
+    assert time.monotonic() < until
 
 
 _WAITING = """
