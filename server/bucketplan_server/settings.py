@@ -47,15 +47,17 @@ class Settings(BaseSettings):
     )
     tls_certificate: str | None = Field(None, description="PEM file of the certificate chain; serves https with it")
     tls_key: str | None = Field(None, description="PEM file of the certificate's private key, without a passphrase")
-    max_body_bytes: int = Field(32 * 2**20, ge=1024, description="largest body taken, after inflation")
+    max_body_bytes: int = Field(32 * 2**20, ge=1024, le=2**31, description="largest body taken, after inflation")
     max_bodies_bytes: int = Field(
         512 * 2**20,
         ge=1024,
+        le=2**46,
         description="what the bodies of all calls may hold at once, and again those in planning; above either 503",
     )
     body_timeout_seconds: float = Field(
         30.0,
-        gt=0,
+        ge=0.01,
+        le=3_600,
         description="longest wait for the next part of a body, and a tenth of the longest that a whole one may take",
     )
     plan_wait_seconds: float = Field(
@@ -64,46 +66,61 @@ class Settings(BaseSettings):
         le=600,
         description="longest wait for planning before 202, and of a reader for a post, whatever it asks for",
     )
-    retry_after_seconds: int = Field(1, ge=0, description="Retry-After of 202 and 503 answers")
+    retry_after_seconds: int = Field(1, ge=0, le=3_600, description="Retry-After of 202 and 503 answers")
     max_waiters: int = Field(
         20_000,
         ge=1,
+        le=2**20,
         description="calls that may wait for planning at once, and readers that may wait for a post; above either 503",
     )
     max_status_waiters: int = Field(
-        1_000, ge=1, description="calls that may wait for an attempt to change at once; above it 503"
+        1_000, ge=1, le=2**20, description="calls that may wait for an attempt to change at once; above it 503"
     )
-    max_queued_plannings: int = Field(256, ge=1, description="signatures that may be in planning at once; above it 503")
+    max_queued_plannings: int = Field(
+        256, ge=1, le=2**20, description="signatures that may be in planning at once; above it 503"
+    )
     planner_processes: int = Field(1, ge=1, le=64, description="processes that plan")
     planner_timeout_seconds: float = Field(
-        600.0, gt=0, description="longest planning of one request before it is given up"
+        600.0, ge=0.01, le=86_400, description="longest planning of one request before it is given up"
     )
     planner_memory_bytes: int = Field(
         8 * 2**30,
         ge=2**28,
+        le=2**46,
         description="address space of one planning process, so that no body can exhaust the machine",
     )
-    memory_cache_bytes: int = Field(512 * 2**20, ge=0, description="stored plans kept in memory")
+    memory_cache_bytes: int = Field(512 * 2**20, ge=0, le=2**46, description="stored plans kept in memory")
     store_timeout_seconds: float = Field(
-        10.0, gt=0, description="longest wait for the store before 503; a commit may take as long again"
+        10.0, ge=0.1, le=3_600, description="longest wait for the store before 503; a commit may take as long again"
     )
     refresh_seconds: float = Field(
-        1.0, gt=0, description="how often changes made by other replicas are read; bounds how stale an answer can be"
+        1.0,
+        ge=0.01,
+        le=3_600,
+        description="how often changes made by other replicas are read; bounds how stale an answer can be",
     )
     drain_seconds: float = Field(
-        5.0, ge=0, description="time between the stop signal (readiness off) and the end of accepting connections"
+        5.0,
+        ge=0,
+        le=3_600,
+        description="time between the stop signal (readiness off) and the end of accepting connections",
     )
-    backlog: int = Field(4096, ge=1, description="connections the kernel may queue before they are accepted")
+    backlog: int = Field(4096, ge=1, le=2**20, description="connections the kernel may queue before they are accepted")
     expected_connections: int = Field(
-        4096, ge=1, description="connections that must fit the limit of open files, checked at start"
+        4096, ge=1, le=2**30, description="connections that must fit the limit of open files, checked at start"
     )
     planning_defaults: str = Field(
         "{}",
         description="JSON object of planning options for what the leader of an attempt leaves open",
     )
-    stall_seconds: float = Field(60.0, gt=0, description="time after which an opening that misses ranks is stalled")
+    stall_seconds: float = Field(
+        60.0, ge=0.001, le=31_536_000, description="time after which an opening that misses ranks is stalled"
+    )
     report_retention_days: int = Field(
-        0, ge=0, description="days that reports of graphs are kept, 0 for ever; plans and openings always are"
+        0,
+        ge=0,
+        le=36_500,
+        description="days that reports of graphs are kept, 0 for ever; plans and openings always are",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
     log_format: Literal["json", "console"] = Field("json", description="one JSON object a line, or coloured text")
