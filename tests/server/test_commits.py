@@ -51,11 +51,13 @@ def on_postgres(folder: Path) -> Iterator[tuple[RunningServer, Hold]]:
         database = postgres.new_database()
         with running_server(folder, database=database, store_timeout_seconds=1) as server:
             other = runner.run(asyncpg.connect(database))
-            # A deferred trigger runs inside COMMIT, and there it waits for a lock of ours.
+            # A deferred trigger runs inside COMMIT, where it asks for a lock of ours again and again: to wait for it in its
+            # own queue would be bounded.
             for statement in (
                 (
                     "CREATE FUNCTION wait() RETURNS trigger LANGUAGE plpgsql AS "
-                    "$$ BEGIN PERFORM pg_advisory_xact_lock_shared(42); RETURN NULL; END $$"
+                    "$$ BEGIN WHILE NOT pg_try_advisory_xact_lock_shared(42) LOOP PERFORM pg_sleep(0.01); END LOOP; "
+                    "RETURN NULL; END $$"
                 ),
                 (
                     "CREATE CONSTRAINT TRIGGER slow AFTER INSERT ON events DEFERRABLE INITIALLY DEFERRED "
