@@ -157,7 +157,10 @@ def test_a_full_disk_refuses_new_plans_serves_known_ones_and_recovers(tmp_path):
             assert client.get(f"/v1/plans/{signature}", headers=MSGPACK).content == body
         assert client.get(f"/v1/plans/{refused[0].signature}", headers=MSGPACK).status_code in (404, 503)
         assert server.metric("bucketplan_store_errors_total") >= 5
+        for _ in range(3):
+            assert client.get("/readyz").status_code == 503
         resource.prlimit(server.pid, resource.RLIMIT_FSIZE, unlimited)
+        assert client.get("/readyz").status_code == 200
         for request in refused:
             assert post(request).status_code == 201
         assert client.get("/v1/events/verify").json()["findings"] == []

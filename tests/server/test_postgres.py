@@ -16,7 +16,7 @@ import pytest
 
 from bucketplan_core.attempt import RankReport
 from bucketplan_core.wire import unpack
-from bucketplan_server.store.engine import open_store
+from bucketplan_server.store.engine import WRITER_LOCK, open_store
 from bucketplan_server.store.jobs import prune_reports
 from tests.server.test_attempts import open_attempt, report
 from tests.server.test_audit import activations, check
@@ -171,6 +171,25 @@ def test_a_verification_beside_activations_finds_nothing(tmp_path, postgres):
         with activations(server), httpx.Client(base_url=server.url, timeout=60) as client:
             found = [client.get("/v1/events/verify").json()["findings"] for _ in range(12)]
         assert found == [[]] * 12
+
+
+def test_a_server_that_cannot_write_is_not_ready_until_it_can(tmp_path, postgres):
+    database = postgres.new_database()
+    with (
+        running_server(tmp_path, database=database, store_timeout_seconds=1) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+        asyncio.Runner() as runner,
+    ):
+        assert client.get("/readyz").status_code == 200
+        other = runner.run(asyncpg.connect(database))
+        runner.run(other.execute(f"SELECT pg_advisory_lock({WRITER_LOCK})"))
+        assert open_attempt(client, "job", "a").status_code == 503
+        assert client.get("/readyz").status_code == 503
+        assert client.get("/healthz").status_code == 200
+        runner.run(other.execute(f"SELECT pg_advisory_unlock({WRITER_LOCK})"))
+        assert client.get("/readyz").status_code == 200
+        assert open_attempt(client, "job", "a").status_code == 201
+        runner.run(other.close())
 
 
 def test_two_hundred_queued_plannings_fit_a_database_of_a_hundred_connections(tmp_path, postgres):

@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from sqlalchemy import Connection, RowMapping, event, inspect, text
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncTransaction, create_async_engine
 
 from bucketplan_server.store.integrity import file_damage
@@ -27,6 +27,7 @@ from bucketplan_server.store.migrate import upgrade
 from bucketplan_server.store.planning_locks import PlanningLocks
 
 __all__ = [
+    "WRITER_LOCK",
     "Store",
     "StoreDamaged",
     "StoreError",
@@ -39,7 +40,7 @@ __all__ = [
     "without_password",
 ]
 
-_WRITER_LOCK = 0x6275636B6574
+WRITER_LOCK = 0x6275636B6574
 """Key of the advisory lock that orders writers on PostgreSQL: "bucket" in ASCII."""
 
 
@@ -49,6 +50,9 @@ a transaction has anyway, but kept by the database."""
 _SHOWN_DAMAGE = 3
 _WHOSE = "run this as the server's user, or name another file with --database (BUCKETPLAN_DATABASE)"
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_PROBE_BYTES = 512 * 1024
+_CACHE_SIZE = -2000
+"""SQLite's default."""
 _NOT_SYNCED = (sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC)
 _CUT_OFF = ("08", "40003", "57")
 """SQLSTATEs of lost connections, of statements whose end is unknown, and of servers that stop."""
@@ -93,6 +97,8 @@ class Store:
             else None
         )
         self._endings: set[asyncio.Task[None]] = set()
+        self._in_doubt = False
+        self._probe: asyncio.Task[None] | None = None
         self.errors = 0
 
     @contextlib.asynccontextmanager
@@ -126,7 +132,7 @@ class Store:
 
     async def _order_writers(self, connection: AsyncConnection) -> None:
         if self.is_postgres:
-            await connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _WRITER_LOCK})
+            await connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": WRITER_LOCK})
 
     @contextlib.asynccontextmanager
     async def planning(self, signature: str) -> AsyncIterator[bool]:
@@ -158,9 +164,23 @@ class Store:
             raise StoreError(_reason(error)) from error
 
     async def ping(self) -> None:
-        """Raises `StoreError` unless the database answers."""
+        """Raises `StoreError` unless the database answers, and once a write has failed, unless it takes one again."""
+        if self._in_doubt:
+            if self._probe is None or self._probe.done():
+                # One for all who ask meanwhile, however long it takes.
+                self._probe = self._ending(self._try_to_write())
+            await asyncio.shield(self._probe)
         async with self.read() as connection:
             await connection.execute(text("SELECT 1"))
+
+    async def _try_to_write(self) -> None:
+        with contextlib.suppress(_TakenBack):
+            async with self.write() as connection:
+                if self.is_postgres:
+                    await connection.execute(text("UPDATE alembic_version SET version_num = version_num"))
+                else:
+                    await _write_and_take_back(connection)
+        self._in_doubt = False
 
     async def close(self) -> None:
         if self._endings:
@@ -194,6 +214,8 @@ class Store:
             await self._end(_commit(connection, transaction), self._timeout if bounded else None)
         except (SQLAlchemyError, OSError, TimeoutError) as error:
             self.errors += 1
+            if engine is not self._reading and not isinstance(error, DataError | IntegrityError):
+                self._in_doubt = True
             if committing and not _is_refusal(error):
                 raise StoreUnconfirmed(f"{_reason(error)}; the change may have been stored or not") from error
             if _is_damage(error):
@@ -202,17 +224,42 @@ class Store:
 
     async def _end(self, ending: Coroutine[Any, Any, None], seconds: float | None) -> None:
         """Wait for the end of a transaction, which comes also when the caller leaves; raises `TimeoutError`."""
-        task = asyncio.create_task(ending)
-        self._endings.add(task)
-        task.add_done_callback(self._ended)
+        task = self._ending(ending)
         async with asyncio.timeout(seconds):
             await asyncio.shield(task)
+
+    def _ending(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._endings.add(task)
+        task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._endings.discard(task)
         if not task.cancelled():
             # Seen, also where nobody waits any more.
             task.exception()
+
+
+class _TakenBack(Exception):
+    """Ends a transaction that was only tried."""
+
+
+async def _write_and_take_back(connection: AsyncConnection) -> None:
+    """Have SQLite write as much as a large plan needs, and raise `_TakenBack`: a full disk has room for a page or two.
+
+    With a small cache the pages go to the log before the commit, which then never comes.
+    """
+    try:
+        for statement in (
+            "PRAGMA cache_size = 10",
+            "CREATE TABLE probe (content BLOB)",
+            f"INSERT INTO probe VALUES (randomblob({_PROBE_BYTES}))",
+        ):
+            await connection.exec_driver_sql(statement)
+    finally:
+        await connection.exec_driver_sql(f"PRAGMA cache_size = {_CACHE_SIZE}")
+    raise _TakenBack
 
 
 async def _commit(connection: AsyncConnection, transaction: AsyncTransaction) -> None:
