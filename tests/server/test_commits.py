@@ -51,8 +51,8 @@ def on_postgres(folder: Path) -> Iterator[tuple[RunningServer, Hold]]:
         database = postgres.new_database()
         with running_server(folder, database=database, store_timeout_seconds=1) as server:
             other = runner.run(asyncpg.connect(database))
-            # A deferred trigger runs inside COMMIT, where it asks for a lock of ours again and again: to wait for it in its
-            # own queue would be bounded.
+            # A deferred trigger runs inside COMMIT, where it asks for a lock of ours again and again: to wait for it in
+            # its own queue would be bounded.
             for statement in (
                 (
                     "CREATE FUNCTION wait() RETURNS trigger LANGUAGE plpgsql AS "
