@@ -49,7 +49,7 @@ METRICS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "bucketplan_access_refused_total": (
         "counter",
         ("reason",),
-        "calls refused: no-token, unknown-token, expired-token, revoked-token, role, namespace, cross-site",
+        "calls refused: no-token, unknown-token, expired-token, revoked-token, role, namespace, cross-site, host",
     ),
     "bucketplan_memory_plans": ("gauge", (), "plans held in memory"),
     "bucketplan_memory_bytes": ("gauge", (), "bytes of plans held in memory"),

@@ -58,7 +58,11 @@ async def open_state(settings: Settings) -> AsyncIterator[AppState]:
     plans = PlanService(settings, store, pool, metrics)
     jobs = JobService(settings, store, plans, metrics)
     revisions = RevisionService(settings, store, pool, plans)
-    access = Access(TokenTable(required=settings.needs_tokens), metrics)
+    access = Access(
+        TokenTable(required=settings.needs_tokens),
+        metrics,
+        on_loopback=settings.listens_on_loopback and not settings.allow_anonymous,
+    )
     tokens = TokenService(settings, store, access.table)
     state = AppState(
         settings=settings,

@@ -41,7 +41,7 @@ def held(tmp_path, monkeypatch, **settings: int) -> Iterator[tuple[InProcess, Ap
 @contextlib.asynccontextmanager
 async def callers(port: int, head: str, body: bytes, number: int, waits: Callable[[], bool]) -> AsyncIterator[None]:
     """That many callers on connections of their own, once `waits` says that they wait; at the end they go away."""
-    lines = (head, "Host: x", f"Content-Length: {len(body)}", "Content-Type: application/msgpack", "", "")
+    lines = (head, "Host: 127.0.0.1", f"Content-Length: {len(body)}", "Content-Type: application/msgpack", "", "")
     writers = [(await asyncio.open_connection("127.0.0.1", port))[1] for _ in range(number)]
     for writer in writers:
         writer.write("\r\n".join(lines).encode() + body)

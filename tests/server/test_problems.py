@@ -14,6 +14,7 @@ from bucketplan_server.access.authenticate import Access
 from bucketplan_server.access.tokens import TokenTable
 from bucketplan_server.http.app import build_app
 from bucketplan_server.http.front import Front
+from bucketplan_server.http.intake import Intake
 from bucketplan_server.memory import EpochMemory, PlanMemory
 from bucketplan_server.metrics import Metrics
 from bucketplan_server.problems import PROBLEMS
@@ -84,7 +85,8 @@ def test_a_fault_of_the_server_has_the_same_shape_and_hides_its_reason(encoding)
 def around(app: ASGIApp, **options: str) -> Front:
     """A front with nothing in memory."""
     metrics = Metrics()
-    parts = {"memory": PlanMemory(0), "epochs": EpochMemory(), "metrics": metrics}
+    intake = Intake(most_bytes=1024, timeout_seconds=30, retry_after_seconds=1)
+    parts = {"memory": PlanMemory(0), "epochs": EpochMemory(), "metrics": metrics, "intake": intake}
     return Front(app, **parts, access=Access(TokenTable(required=False), metrics), max_body_bytes=1024, **options)
 
 

@@ -158,7 +158,14 @@ class Poll:
     @classmethod
     async def send(cls, port: int, tag: str) -> "Poll":
         poll = cls(*await asyncio.open_connection("127.0.0.1", port))
-        lines = (f"GET {PATH}/1?wait=600 HTTP/1.1", "Host: x", f"If-None-Match: {tag}", "Connection: close", "", "")
+        lines = (
+            f"GET {PATH}/1?wait=600 HTTP/1.1",
+            "Host: 127.0.0.1",
+            f"If-None-Match: {tag}",
+            "Connection: close",
+            "",
+            "",
+        )
         poll.writer.write("\r\n".join(lines).encode())
         return poll
 

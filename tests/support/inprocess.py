@@ -28,7 +28,7 @@ class InProcess:
         self._runner = runner
         self.states = states
         self._clients = [
-            httpx.AsyncClient(transport=httpx.ASGITransport(front_of(state)), base_url="http://in.process")
+            httpx.AsyncClient(transport=httpx.ASGITransport(front_of(state)), base_url="http://127.0.0.1")
             for state in states
         ]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import lru_cache
 from http.cookies import CookieError, SimpleCookie
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 import structlog
@@ -25,10 +27,15 @@ PUBLIC_PREFIX = "/static/"
 
 
 class Access:
-    """Authentication of calls against a table of tokens."""
+    """Authentication of calls against a table of tokens.
 
-    def __init__(self, table: TokenTable, metrics: Metrics) -> None:
+    A server that needs none because it is `on_loopback` takes calls for loopback names and addresses only: a page whose
+    own name its owner lets point at 127.0.0.1 (DNS rebinding) would else be one of ours to the browser.
+    """
+
+    def __init__(self, table: TokenTable, metrics: Metrics, *, on_loopback: bool = False) -> None:
         self.table = table
+        self._on_loopback = on_loopback
         self._metrics = metrics
         self._log = structlog.get_logger("bucketplan_server")
 
@@ -42,9 +49,11 @@ class Access:
         authorization = headers.get(b"authorization")
         if changes and authorization is None and _is_foreign(headers):
             raise self._cross_site(scope, headers)
-        if not self.table.required:
-            return ANYONE
         public = is_public(scope["path"])
+        if not self.table.required:
+            if not public and self.refuses_host(headers.get(b"host")):
+                raise self._foreign_host(scope, headers[b"host"])
+            return ANYONE
         secret, cookie = _credentials(headers)
         if secret is None:
             if public:
@@ -60,6 +69,10 @@ class Access:
                 return NOBODY
             raise self._cross_site(scope, headers)
         return principal
+
+    def refuses_host(self, host: bytes | None) -> bool:
+        """Whether a call without a token may not name this host; asked only where no token is needed."""
+        return self._on_loopback and host is not None and not _is_loopback(host)
 
     def check_again(self, scope: Scope) -> None:
         """Raises ``unauthorized`` where the token that let a call in no longer would: after the call has waited.
@@ -102,6 +115,16 @@ class Access:
         state = known.state(time.time_ns())
         said = f"token {known.name!r} was revoked" if state == "revoked" else f"token {known.name!r} has expired"
         return self.refused(scope, f"{state}-token", unauthorized(said, presented=True), token=known.name)
+
+    def _foreign_host(self, scope: Scope, host: bytes) -> Problem:
+        named = host.decode("latin-1")[:200]
+        problem = Problem(
+            "forbidden",
+            f"Host is {named!r}: a server on loopback that needs no token takes calls for loopback names and addresses "
+            "only. Call it as localhost; behind a proxy make a token, or set BUCKETPLAN_ALLOW_ANONYMOUS=true",
+            fields={"path": "Host", "value": named},
+        )
+        return self.refused(scope, "host", problem)
 
     def _cross_site(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Problem:
         origin = headers.get(b"origin", b"").decode("latin-1")[:200]
@@ -158,6 +181,21 @@ def _is_foreign(headers: Mapping[bytes, bytes]) -> bool:
     if site is not None:
         return site not in (b"same-origin", b"none")
     return b"origin" in headers and _host(headers[b"origin"]) != headers.get(b"host", b"").lower()
+
+
+@lru_cache(maxsize=256)
+def _is_loopback(host: bytes) -> bool:
+    """Whether a Host header names this machine and no other: localhost, a name under it, or a loopback address."""
+    try:
+        name = (urlsplit(f"//{host.decode('ascii')}").hostname or "").rstrip(".")
+    except ValueError:
+        return False
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def _host(origin: bytes) -> bytes:

@@ -14,12 +14,18 @@ from bucketplan_server.http.negotiation import JSON_TYPE, MSGPACK_TYPE, Encoding
 from bucketplan_server.memory import Served, plan_headers
 from bucketplan_server.problems import Problem
 
-__all__ = ["answer", "large_answer", "plan_answer", "problem_answer", "wanted_encoding"]
+__all__ = ["answer", "large_answer", "listed", "plan_answer", "problem_answer", "wanted_encoding"]
+
+
+def listed(request: Request, name: str) -> str | None:
+    """The value of a header that is a list, of all its lines (RFC 9110, section 5.3); None without any."""
+    lines = request.headers.getlist(name)
+    return ", ".join(lines) if lines else None
 
 
 def wanted_encoding(request: Request, *, default: Encoding = "json") -> Encoding:
     """The encoding that the caller wants; raises ``not-acceptable``."""
-    accept = request.headers.get("accept")
+    accept = listed(request, "accept")
     encoding = preferred(accept, default=default)
     if encoding is None:
         raise Problem(
@@ -55,7 +61,7 @@ async def large_answer(
 
 async def plan_answer(request: Request, served: Served, encoding: Encoding, *, status: int = 200) -> Response:
     """One plan as stored bytes or as a readable tree; 304 for a caller that has it, with the tag of what it has."""
-    packed = served.gzipped if accepts_gzip(request.headers.get("accept-encoding")) else None
+    packed = served.gzipped if accepts_gzip(listed(request, "accept-encoding")) else None
     if request.method in ("GET", "HEAD") and names_tag(request.headers.getlist("if-none-match"), served.row.digest):
         is_weak = encoding == "json" or packed is not None
         return _raw(served.not_modified_weak if is_weak else served.not_modified, 304)

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from bucketplan_server.access.authenticate import Access
+from bucketplan_server.access.dependency import SAFE_METHODS
 from bucketplan_server.http.bodies import too_large
 from bucketplan_server.http.intake import Intake
 from bucketplan_server.http.negotiation import MSGPACK_TYPE
@@ -35,6 +36,8 @@ TRUSTED_PROXIES = "127.0.0.1,::1"
 _PREFIX = "/v1/plans/"
 _PLAN_PATH_CHARACTERS = len(_PREFIX) + 64
 _MSGPACK = MSGPACK_TYPE.encode()
+_SINGLE = frozenset((b"authorization", b"bucketplan-epoch", b"host"))
+_SINGLE_OF_BODIES = _SINGLE | {b"content-encoding", b"content-length", b"content-type"}
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}\Z")
 
 
@@ -91,31 +94,47 @@ class Front:
         path = scope["path"]
         if len(path) != _PLAN_PATH_CHARACTERS or not path.startswith(_PREFIX):
             return None
-        wants_msgpack = gzip = False
+        wants_msgpack = False
+        gzip: bool | None = None
         known = b""
         epoch_id: bytes | None = None
         authorization: bytes | None = None
+        host: bytes | None = None
+        request_id: bytes | None = None
         for name, value in scope["headers"]:
             if name == b"accept":
                 if value != _MSGPACK:
                     return None
                 wants_msgpack = True
             elif name == b"accept-encoding":
-                if b"q=" in value:
+                if gzip is not None or b"q=" in value:
                     return None
                 gzip = b"gzip" in value
             elif name == b"if-none-match":
                 known = known + b", " + value if known else value
             elif name == b"bucketplan-epoch":
+                if epoch_id is not None:
+                    return None
                 epoch_id = value
             elif name == b"authorization":
                 if authorization is not None:
                     return None
                 authorization = value
+            elif name == b"host":
+                if host is not None:
+                    return None
+                host = value
+            elif name == b"x-request-id":
+                if request_id is not None or _REQUEST_ID.match(value) is None:
+                    return None
+                request_id = value
         if not wants_msgpack:
             return None
         # Every valid token may read plans.
-        if self._tokens.required and (authorization is None or not self._tokens.admits(authorization)):
+        if self._tokens.required:
+            if authorization is None or not self._tokens.admits(authorization):
+                return None
+        elif self._access.refuses_host(host):
             return None
         signature = path[len(_PREFIX) :]
         entry = self._memory.get(signature)
@@ -137,8 +156,12 @@ class Front:
             return None
         is_known = known and (served.etag in known or known == b"*")
         if gzip and served.gzipped is not None:
-            return served.not_modified_weak if is_known else served.gzipped
-        return served.not_modified if is_known else served.plain
+            start, body = served.not_modified_weak if is_known else served.gzipped
+        else:
+            start, body = served.not_modified if is_known else served.plain
+        if request_id is not None:
+            start = {**start, "headers": [*start["headers"], (b"x-request-id", request_id)]}
+        return start, body
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
@@ -164,7 +187,7 @@ class Front:
                 if scope["method"] == "HEAD":
                     # Load balancers probe with HEAD; the protocol server drops the body of the answer.
                     scope = {**scope, "method": "GET"}
-                _refuse_two_tokens(scope)
+                _refuse_repeated(scope)
                 scope.setdefault("state", {})["principal"] = self._access.authenticate(scope, headers)
                 await self._app(scope, receive, send_with_id)
             except ClientDisconnect:
@@ -210,9 +233,12 @@ def _refuse_nul(scope: Scope) -> None:
         raise Problem("invalid-parameter", f"{where}: must not hold U+0000 (%00)", fields={"path": where})
 
 
-def _refuse_two_tokens(scope: Scope) -> None:
-    """Raises `Problem` for two Authorization headers: parts of a deployment might believe one, parts the other."""
-    if sum(name == b"authorization" for name, _ in scope["headers"]) > 1:
-        raise Problem(
-            "invalid-parameter", "Authorization: the call has two of it, send one", fields={"path": "Authorization"}
-        )
+def _refuse_repeated(scope: Scope) -> None:
+    """Raises `Problem` for two headers of a kind that has one value: parts of a deployment might believe one, parts the
+    other."""
+    single = _SINGLE if scope["method"] in SAFE_METHODS else _SINGLE_OF_BODIES
+    names = [name for name, _ in scope["headers"] if name in single]
+    for name in set(names) if len(names) > len(set(names)) else ():
+        if names.count(name) > 1:
+            shown = name.decode().title()
+            raise Problem("invalid-parameter", f"{shown}: the call has several, send one", fields={"path": shown})
