@@ -20,7 +20,7 @@ from bucketplan_server.problems import Problem, refuse
 from bucketplan_server.settings import Settings
 from bucketplan_server.store.engine import Store, StoreDamaged, StoreError, StoreUnconfirmed
 from bucketplan_server.store.events import Cause
-from bucketplan_server.store.jobs import load_epoch
+from bucketplan_server.store.jobs import epoch_is_known_in, load_epoch
 from bucketplan_server.store.plans import (
     Damaged,
     PlanRow,
@@ -140,24 +140,25 @@ class PlanService:
         entry, stored = await self._join(signature, flight, limit)
         return entry, mine and stored
 
-    async def epoch(self, epoch: str) -> Epoch | None:
-        """The epoch of this id, None if no attempt was opened under it."""
-        known = self.epochs.get(epoch)
-        if known is not None:
-            return known
+    async def epoch(self, epoch: str, *, namespace: str | None = None) -> Epoch | None:
+        """The epoch of this id, None if no attempt, of a job of `namespace` where given, was opened under it."""
+        found = self.epochs.get(epoch, namespace)
+        if found is not None:
+            return found
         try:
-            found = await load_epoch(self._store, epoch)
+            found = self.epochs.get(epoch) or await load_epoch(self._store, epoch)
+            if found is None or (namespace is not None and not await epoch_is_known_in(self._store, epoch, namespace)):
+                return None
         except StoreError as error:
             raise self.store_unavailable(error) from None
-        if found is not None:
-            self.epochs.put(found)
+        self.epochs.put(found, namespace)
         return found
 
-    async def under(self, entry: Entry, epoch: str | None) -> Served:
-        """What a caller gets of an entry: under an epoch what it fixed, else the active revision."""
+    async def under(self, entry: Entry, epoch: str | None, *, namespace: str | None = None) -> Served:
+        """What a caller of `namespace` gets of an entry: under an epoch what it fixed, else the active revision."""
         if epoch is None:
             return await self._whole(entry.active)
-        found = await self.epoch(epoch)
+        found = await self.epoch(epoch, namespace=namespace)
         if found is None:
             raise Problem("unknown-epoch", f"no attempt was opened under epoch {epoch}", fields={"epoch": epoch})
         signature = entry.first.signature

@@ -20,6 +20,7 @@ __all__ = [
     "Role",
     "bare_job",
     "in_namespace",
+    "namespace_of",
 ]
 
 Role = Literal["rank", "auditor", "operator"]
@@ -107,6 +108,11 @@ NOBODY = Principal("anonymous", None)
 def bare_job(stored: str) -> str:
     """A job's name in its own words: without the namespace."""
     return stored.rpartition(SEPARATOR)[2]
+
+
+def namespace_of(stored: str) -> str | None:
+    """The namespace of a stored job, None for one without."""
+    return stored.rpartition(SEPARATOR)[0] or None
 
 
 def in_namespace(stored: str, namespace: str) -> bool:

@@ -70,13 +70,14 @@ class Token:
 class TokenTable:
     """Every token by its hash, revoked and expired ones too, so that a refusal can name them."""
 
-    __slots__ = ("_by_hash", "_namespaces", "_seen", "required")
+    __slots__ = ("_by_hash", "_namespaces", "_seen", "_seen_namespaces", "required")
 
     def __init__(self, *, required: bool) -> None:
         self.required = required
         self._by_hash: dict[bytes, tuple[Token, Principal, int]] = {}
         self._namespaces: dict[str, str | None] = {}
         self._seen: dict[bytes, int] = {}
+        self._seen_namespaces: dict[bytes, str | None] = {}
 
     def __len__(self) -> int:
         return len(self._by_hash)
@@ -96,6 +97,7 @@ class TokenTable:
             if token.damage is None
         }
         self._seen.clear()
+        self._seen_namespaces.clear()
         self.required = self.required or bool(tokens)
 
     def admits(self, authorization: bytes) -> bool:
@@ -112,8 +114,14 @@ class TokenTable:
                 return False
             if len(self._seen) >= _MOST_SEEN:
                 self._seen.clear()
+                self._seen_namespaces.clear()
+            self._seen_namespaces[authorization] = found[1].namespace
             ends_ns = self._seen[authorization] = found[2]
         return time.time_ns() < ends_ns
+
+    def namespace_admitted(self, authorization: bytes) -> str | None:
+        """The namespace of the token in a header that `admits` has just let in."""
+        return self._seen_namespaces[authorization]
 
     def valid(self, secret: bytes) -> Principal | None:
         """Who holds this token, None unless it is valid now.

@@ -101,6 +101,7 @@ class Front:
         authorization: bytes | None = None
         host: bytes | None = None
         request_id: bytes | None = None
+        namespace: str | None = None
         for name, value in scope["headers"]:
             if name == b"accept":
                 if value != _MSGPACK:
@@ -134,6 +135,7 @@ class Front:
         if self._tokens.required:
             if authorization is None or not self._tokens.admits(authorization):
                 return None
+            namespace = self._tokens.namespace_admitted(authorization)
         elif self._access.refuses_host(host):
             return None
         signature = path[len(_PREFIX) :]
@@ -142,7 +144,7 @@ class Front:
             return None
         served = entry.active
         if epoch_id is not None:
-            epoch = self._epochs.get(epoch_id.decode("latin-1"))
+            epoch = self._epochs.get(epoch_id.decode("latin-1"), namespace)
             if epoch is None:
                 return None
             served = entry.first

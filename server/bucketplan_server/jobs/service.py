@@ -18,7 +18,7 @@ from bucketplan_core.fields import Fields
 from bucketplan_core.planners import find_planner
 from bucketplan_core.presets import GroupShape, resolve_measured
 from bucketplan_core.wire import WireValue, unpack
-from bucketplan_server.access.principal import bare_job
+from bucketplan_server.access.principal import bare_job, namespace_of
 from bucketplan_server.jobs.divergence import Divergences
 from bucketplan_server.jobs.state import Verdict
 from bucketplan_server.jobs.states import States
@@ -35,7 +35,6 @@ from bucketplan_server.store.hardware import load_profile
 from bucketplan_server.store.jobs import (
     Attempt,
     Conflict,
-    epoch_is_known_in,
     load_attempt,
     load_attempts,
     open_attempt,
@@ -130,7 +129,7 @@ class JobService:
             raise _conflict(conflict) from None
         except StoreError as error:
             raise self._plans.store_unavailable(error) from None
-        self._plans.epochs.put(epoch)
+        self._plans.epochs.put(epoch, namespace_of(job))
         if created:
             self._metrics.count("bucketplan_attempts_opened_total")
             self._log.info(
@@ -213,12 +212,7 @@ class JobService:
 
     async def epoch(self, epoch: str, *, namespace: str | None = None) -> Epoch:
         """The epoch of this id; one that no job of `namespace` was opened under does not exist there."""
-        found = await self._plans.epoch(epoch)
-        try:
-            if namespace is not None and not await epoch_is_known_in(self._store, epoch, namespace):
-                found = None
-        except StoreError as error:
-            raise self._plans.store_unavailable(error) from None
+        found = await self._plans.epoch(epoch, namespace=namespace)
         if found is None:
             raise Problem("unknown-epoch", f"no attempt was opened under epoch {epoch}", fields={"epoch": epoch})
         return found

@@ -71,7 +71,14 @@ async def get_plans(
         rows = await list_plans(state.store, wanted, before=_read_cursor(cursor), limit=limit)
     except StoreError as error:
         raise state.plans.store_unavailable(error) from None
-    listed: list[WireValue] = [{**row, "groups": row["groups"].split("\n")} for row in rows]
+    listed: list[WireValue] = [
+        {
+            **row,
+            "actor": state.access.attribution(caller, row["actor"], "")[0],
+            "groups": row["groups"].split("\n"),
+        }
+        for row in rows
+    ]
     following = write_cursor(rows[-1]["created_ns"], rows[-1]["signature"]) if len(rows) == limit else None
     return await large_answer(lambda: {"next": following, "plans": listed}, encoding)
 

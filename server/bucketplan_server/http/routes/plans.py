@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bucketplan_core.fields import is_digest
-from bucketplan_server.access import needs
+from bucketplan_server.access import Caller, needs
 from bucketplan_server.http.answers import answer, plan_answer, wanted_encoding
 from bucketplan_server.http.bodies import PlanBody, read_body, read_plan_body
 from bucketplan_server.http.describe import DIGEST, PLAN, body_of, both, obj, problems
@@ -64,6 +64,7 @@ _PENDING = both(
 async def get_plan(
     request: Request,
     state: State,
+    caller: Caller,
     signature: Signature,
     wait: Annotated[
         int,
@@ -81,7 +82,8 @@ async def get_plan(
         return _pending(signature, encoding, state)
     if entry is None:
         raise unknown_signature(signature)
-    return await plan_answer(request, await state.plans.under(entry, _epoch(request)), encoding)
+    served = await state.plans.under(entry, _epoch(request), namespace=caller.namespace)
+    return await plan_answer(request, served, encoding)
 
 
 @router.post(
@@ -118,14 +120,14 @@ async def get_plan(
         ),
     },
 )
-async def post_plan(request: Request, state: State) -> Response:
+async def post_plan(request: Request, state: State, caller: Caller) -> Response:
     sent = body_encoding(request.headers.get("content-type"))
     encoding = wanted_encoding(request, default=sent)
     try:
         entry, created = await _posted(request, state, sent)
     except Pending as pending:
         return _pending(pending.signature, encoding, state)
-    served = await state.plans.under(entry, _epoch(request))
+    served = await state.plans.under(entry, _epoch(request), namespace=caller.namespace)
     return await plan_answer(request, served, encoding, status=201 if created else 200)
 
 
