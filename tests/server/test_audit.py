@@ -215,7 +215,8 @@ def test_a_value_of_any_type_in_any_column_is_a_finding_and_stops_nothing(histor
             connection.execute(f"UPDATE {table} SET {column} = ? WHERE rowid = ?", [before, rowid])
             connection.commit()
         assert missed == []
-        assert again().holds, "every change was taken back"
+        left = {finding.where.partition(" ")[0] for finding in again().findings}
+        assert left == {"table"}, "every change was taken back but that of the schema"
 
 
 def test_the_type_and_the_column_are_named(history, tmp_path):
@@ -310,6 +311,24 @@ def test_a_lost_migration_is_found_and_the_server_says_what_is_wrong(history, tm
     refused = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (refused.returncode, "Traceback" in refused.stderr) == (1, False)
     assert "alembic_version" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ("CREATE TRIGGER evil AFTER INSERT ON events BEGIN UPDATE active SET revision = 2; END", "trigger evil"),
+        ("DROP INDEX ix_events_signature", "index ix_events_signature"),
+        ("CREATE TABLE extra (x)", "table extra"),
+        ("ALTER TABLE tokens ADD COLUMN extra TEXT", "table tokens"),
+    ],
+)
+def test_a_schema_that_the_migrations_did_not_make_is_found(history, tmp_path, change, where):
+    database = tmp_path / "changed.db"
+    shutil.copyfile(history, database)
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        connection.execute(change)
+        connection.commit()
+    assert [finding.where for finding in check(database).findings] == [where]
 
 
 @pytest.mark.soak

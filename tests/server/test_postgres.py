@@ -16,6 +16,7 @@ import pytest
 
 from bucketplan_core.attempt import RankReport
 from bucketplan_core.wire import unpack
+from bucketplan_server import audit
 from bucketplan_server.store.engine import WRITER_LOCK, open_store
 from bucketplan_server.store.jobs import prune_reports
 from tests.server.test_attempts import open_attempt, report
@@ -213,6 +214,33 @@ def test_two_hundred_queued_plannings_fit_a_database_of_a_hundred_connections(tm
         assert most <= 2 * 17 + 1
         assert httpx.get(f"{two.url}/readyz").status_code == 200
         assert one.metric("bucketplan_plannings_total", outcome="stored") == len(requests)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ("CREATE TRIGGER evil AFTER INSERT ON events EXECUTE FUNCTION suppress_redundant_updates_trigger()", "evil"),
+        ("CREATE RULE evil AS ON DELETE TO events DO INSTEAD NOTHING", "evil"),
+        ("DROP INDEX ix_events_signature", "ix_events_signature"),
+        ("ALTER TABLE tokens ADD COLUMN extra TEXT", "extra"),
+    ],
+)
+def test_a_schema_that_the_migrations_did_not_make_is_found(postgres, change, found):
+    async def findings() -> list[str]:
+        database = postgres.new_database()
+        store = await open_store(database, timeout_seconds=30)
+        try:
+            assert (await audit.verify(store, None)).findings == ()
+            async with store.write() as connection:
+                # Others may have tables beside ours.
+                await connection.exec_driver_sql("CREATE TABLE of_somebody_else (x INTEGER)")
+                await connection.exec_driver_sql(change)
+            return [f"{finding.where} {finding.detail}" for finding in (await audit.verify(store, None)).findings]
+        finally:
+            await store.close()
+
+    (only,) = asyncio.run(findings())
+    assert found in only
 
 
 def run_program(*command: object) -> subprocess.CompletedProcess[str]:

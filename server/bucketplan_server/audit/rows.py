@@ -30,6 +30,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from bucketplan_server.audit.schema import schema_differences
 from bucketplan_server.store.engine import Store
 from bucketplan_server.store.migrate import head_revision
 
@@ -78,7 +79,7 @@ class TypedRows:
         return int(await connection.scalar(query) or 0)
 
     async def note_migration(self, connection: AsyncConnection) -> None:
-        """A finding unless `alembic_version` names this release's migration and nothing else."""
+        """A finding unless `alembic_version` names this release's migration alone, and the schema is its own."""
         where = "alembic_version.version_num"
         if not await connection.run_sync(lambda sync: inspect(sync).has_table("alembic_version")):
             self._find(where, "the table is missing: no release can tell which tables these are")
@@ -92,6 +93,9 @@ class TypedRows:
                 f"is {', '.join(map(repr, found)) or 'empty'}, these tables are those of {head_revision()!r}. If an "
                 "older release wrote the database, run bucketplan-server migrate; else it was changed",
             )
+            return
+        for differs, detail in await connection.run_sync(lambda sync: list(schema_differences(sync))):
+            self._find(differs, detail)
 
     async def _page(
         self, connection: AsyncConnection, table: Table, after: tuple[Any, ...] | None, *, limit: int | None
