@@ -154,19 +154,17 @@ def fixed_key(signature: str, digest: str) -> str:
 
 
 class EpochMemory:
-    """The epochs read last, by id, each with the namespaces whose jobs are known to have been opened under it."""
+    """The epochs read last, by id, each with the namespaces (None: all) that may be answered whatever it fixes."""
 
     def __init__(self, most: int = 4096) -> None:
-        self._epochs: Recent[str, tuple[Epoch, frozenset[str]]] = Recent(most)
+        self._epochs: Recent[str, tuple[Epoch, frozenset[str | None]]] = Recent(most)
 
     def get(self, epoch: str, namespace: str | None = None) -> Epoch | None:
-        """The epoch, None where it, or that a job of `namespace` was opened under it, is not known here."""
+        """The epoch, None where it, or that `namespace` may be answered what it fixes, is not known here."""
         kept = self._epochs.get(epoch)
-        if kept is None or (namespace is not None and namespace not in kept[1]):
-            return None
-        return kept[0]
+        return None if kept is None or namespace not in kept[1] else kept[0]
 
     def put(self, epoch: Epoch, namespace: str | None = None) -> None:
-        """Keep `epoch`, under which a job of `namespace` was opened."""
-        _, known = self._epochs.get(epoch.id) or (epoch, frozenset[str]())
-        self._epochs.put(epoch.id, (epoch, known if namespace is None else known | {namespace}))
+        """Keep `epoch`, of which `namespace` may be answered whatever it fixes."""
+        _, known = self._epochs.get(epoch.id) or (epoch, frozenset[str | None]())
+        self._epochs.put(epoch.id, (epoch, known | {namespace}))

@@ -20,7 +20,7 @@ from bucketplan_server.problems import Problem, refuse
 from bucketplan_server.settings import Settings
 from bucketplan_server.store.engine import Store, StoreDamaged, StoreError, StoreUnconfirmed
 from bucketplan_server.store.events import Cause
-from bucketplan_server.store.jobs import epoch_is_known_in, load_epoch
+from bucketplan_server.store.jobs import epoch_is_known_in, load_epoch, never_served
 from bucketplan_server.store.plans import (
     Damaged,
     PlanRow,
@@ -146,13 +146,23 @@ class PlanService:
         if found is not None:
             return found
         try:
-            found = self.epochs.get(epoch) or await load_epoch(self._store, epoch)
+            found = await load_epoch(self._store, epoch)
             if found is None or (namespace is not None and not await epoch_is_known_in(self._store, epoch, namespace)):
                 return None
         except StoreError as error:
             raise self.store_unavailable(error) from None
-        self.epochs.put(found, namespace)
+        if not await self.withheld(found, namespace):
+            self.epochs.put(found, namespace)
         return found
+
+    async def withheld(self, epoch: Epoch, namespace: str | None) -> frozenset[str]:
+        """Signatures whose override a leader may have made up, see `never_served`: their bytes are not given out."""
+        if not epoch.overrides or self.epochs.get(epoch.id, namespace) is not None:
+            return frozenset()
+        try:
+            return await never_served(self._store, epoch, namespace)
+        except StoreError as error:
+            raise self.store_unavailable(error) from None
 
     async def under(self, entry: Entry, epoch: str | None, *, namespace: str | None = None) -> Served:
         """What a caller of `namespace` gets of an entry: under an epoch what it fixed, else the active revision."""
@@ -165,6 +175,13 @@ class PlanService:
         digest = found.digest_for(signature)
         if digest is None:
             return await self._whole(entry.first)
+        if signature in await self.withheld(found, namespace):
+            raise Problem(
+                "unknown-revision",
+                f"epoch {epoch} was adopted and fixes decision {digest}, which was never served to its job as far as "
+                "this store knows; activate that revision for the job",
+                fields={"signature": signature, "digest": digest, "epoch": epoch},
+            )
         served = await self._fixed(signature, digest)
         if served is None:
             raise Problem(

@@ -61,7 +61,7 @@ def test_the_text_names_the_limit_that_was_passed(servers, call, set_bytes, sent
         headers["Content-Encoding"] = "gzip"
 
     async def ask() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://in.process") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(front), base_url="http://127.0.0.1") as client:
             method, path = CALLS[call]
             body = streamed(content) if sent == "streamed" else content
             return await client.request(method, path, content=body, headers=headers)

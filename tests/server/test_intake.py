@@ -105,16 +105,19 @@ def test_a_body_that_comes_slowly_while_the_server_stops_is_answered(tmp_path):
 
 
 def test_a_call_that_is_cut_at_the_end_of_stopping_is_answered_quietly(tmp_path):
-    with running_server(tmp_path, plan_wait_seconds=0, planning_seconds=30.0) as server, ThreadPoolExecutor(1) as pool:
-        with httpx.Client(base_url=server.url, timeout=120) as client:
-            request = small_request(2)
-            client.post("/v1/plans", content=plan_body(request), headers=MSGPACK)
-            wait_until(lambda: client.get(f"/v1/plans/{request.signature}").status_code == 200)
-            body = pack({"reason": "r", "options": {"strategy": "none"}})
-            url = f"{server.url}/v1/plans/{request.signature}/revisions"
-            replan = pool.submit(httpx.post, url, content=body, headers=MSGPACK, timeout=120)
-            wait_until(lambda: held(server) == len(body))
-            assert server.terminate() == 0
+    request = small_request(2)
+    with running_server(tmp_path) as server:
+        posted = httpx.post(f"{server.url}/v1/plans", content=plan_body(request), headers=MSGPACK, timeout=60)
+        assert posted.status_code == 201
+    with (
+        running_server(tmp_path, database=server.database, plan_wait_seconds=0, planning_seconds=60.0) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        body = pack({"reason": "r", "options": {"strategy": "none"}})
+        url = f"{server.url}/v1/plans/{request.signature}/revisions"
+        replan = pool.submit(httpx.post, url, content=body, headers=MSGPACK, timeout=120)
+        wait_until(lambda: held(server) == len(body))
+        assert server.terminate() == 0
         answer = replan.result()
         assert (answer.status_code, "stopped" in str(unpack(answer.content)["detail"])) == (503, True)
         log = server.log.read_text()

@@ -68,3 +68,27 @@ def test_lists_of_plans_name_no_token_of_another_namespace(guarded, signature):
 
     assert actors("a-auditor") == actors("auditor") == {"a-rank"}
     assert actors("b-auditor") == {"another namespace"}
+
+
+def test_a_leader_makes_up_no_epoch_to_be_served_what_was_never_activated(guarded, signature):
+    own = unpack(guarded.post("b-rank", "/v1/jobs/llama/attempts", open_body("mine")).content)["epoch"]
+    rows = guarded.call("auditor", "GET", f"/v1/plans/{signature}/revisions").json()["revisions"]
+    held = own | {"overrides": {"signature": [signature], "digest": [rows[1]["digest"]]}}
+    opened = guarded.post("b-rank", "/v1/jobs/llama/attempts", open_body("held") | {"held_epoch": held})
+    assert opened.status_code == 201, opened.content
+    answer = unpack(opened.content)
+    assert (answer["epoch"], answer["overrides"]) == (held, [])
+
+    def read(accept: str) -> httpx.Response:
+        headers = {"Accept": accept, "Bucketplan-Epoch": answer["epoch_id"]}
+        return guarded.call("b-rank", "GET", f"/v1/plans/{signature}", headers=headers)
+
+    for accept in ("application/json", "application/msgpack", "application/json"):
+        assert read(accept).status_code == 404
+    assert read("application/json").json()["type"] == "urn:bucketplan:problem:unknown-revision"
+    # What an operator once served the job is what a leader may hold, whatever is served now.
+    for revision in (2, None):
+        wanted = {"reason": "restored", "revision": revision, "job": "team-b~llama"}
+        guarded.post("operator", f"/v1/plans/{signature}/activate", wanted).raise_for_status()
+    for accept in ("application/json", "application/msgpack"):
+        assert (read(accept).status_code, read(accept).headers["bucketplan-revision"]) == (200, "2")

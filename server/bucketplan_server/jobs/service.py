@@ -129,7 +129,12 @@ class JobService:
             raise _conflict(conflict) from None
         except StoreError as error:
             raise self._plans.store_unavailable(error) from None
-        self._plans.epochs.put(epoch, namespace_of(job))
+        namespace = namespace_of(job)
+        if created and request.held_epoch is None:
+            # What this server fixed just now was active.
+            self._plans.epochs.put(epoch, namespace)
+            self._plans.epochs.put(epoch)
+        withheld = await self._plans.withheld(epoch, namespace)
         if created:
             self._metrics.count("bucketplan_attempts_opened_total")
             self._log.info(
@@ -142,6 +147,8 @@ class JobService:
             )
         overrides = []
         for override in epoch.overrides:
+            if override.signature in withheld:
+                continue
             row = await self._plans.revision(override.signature, override.digest)
             # An adopted epoch may name a plan that a restored database has lost; its ranks hold the bytes.
             if row is not None:

@@ -19,7 +19,7 @@ from bucketplan_server.beside import SORTED_REPORTS, beside
 from bucketplan_server.store.arrivals import RefusedReport, sort_arrivals
 from bucketplan_server.store.engine import Store
 from bucketplan_server.store.events import Cause, append_event
-from bucketplan_server.store.plans import ACTIVE_PLANS, IS_OVERRIDE, insert_or_ignore
+from bucketplan_server.store.plans import ACTIVE_PLANS, IS_OVERRIDE, PLANNER_REVISION, insert_or_ignore
 from bucketplan_server.store.tables import active, attempts, epochs, events, job_signatures, reports, revisions
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "load_reports",
     "load_reports_of",
     "mark_of_reports",
+    "never_served",
     "of_namespace",
     "open_attempt",
     "opened_before",
@@ -190,6 +191,35 @@ async def epoch_is_known_in(store: Store, epoch: str, namespace: str) -> bool:
     query = select(attempts.c.job).where(attempts.c.epoch == epoch, of_namespace(attempts.c.job, namespace)).limit(1)
     async with store.read() as connection:
         return await connection.scalar(query) is not None
+
+
+async def never_served(store: Store, epoch: Epoch, namespace: str | None) -> frozenset[str]:
+    """Signatures for which `epoch` fixes a stored revision that was never active, for everyone or for one of its jobs.
+
+    Its jobs are those that were opened under it, in `namespace` where given. Only an epoch that was adopted has such.
+    """
+    mine = select(attempts.c.job).where(attempts.c.epoch == epoch.id)
+    if namespace is not None:
+        mine = mine.where(of_namespace(attempts.c.job, namespace))
+    found = set()
+    async with store.read() as connection:
+        for override in epoch.overrides:
+            of_digest = select(revisions.c.revision).where(
+                revisions.c.signature == override.signature, revisions.c.digest == override.digest
+            )
+            numbers = set((await connection.execute(of_digest)).scalars())
+            if not numbers or PLANNER_REVISION in numbers:
+                continue
+            activations = select(events.c.body).where(
+                events.c.signature == override.signature,
+                events.c.kind == "plan.activated",
+                or_(events.c.job.is_(None), events.c.job.in_(mine)),
+            )
+            bodies = (await connection.execute(activations)).scalars()
+            served = {Fields(unpack(body), "event").raw("revision") for body in bodies}
+            if not numbers & served:
+                found.add(override.signature)
+    return frozenset(found)
 
 
 def reported_in(namespace: str) -> Select[tuple[str]]:
