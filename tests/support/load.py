@@ -25,7 +25,7 @@ class Load:
 
 def request_bytes(method: str, path: str, headers: dict[str, str], body: bytes = b"") -> bytes:
     """One HTTP/1.1 request as it goes over the wire."""
-    fields = {"Host": "bench", **headers}
+    fields = {"Host": "127.0.0.1", **headers}
     if body:
         fields["Content-Length"] = str(len(body))
     head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
