@@ -36,7 +36,7 @@ from bucketplan_core.errors import BucketplanError
 from bucketplan_core.request import Request
 from bucketplan_core.wire import WireValue, pack, unpack
 
-__all__ = ["GroupView", "Lockstep", "Report", "agree", "withdraw_in_time"]
+__all__ = ["GroupView", "Lockstep", "Report", "agree", "agree_in_time", "withdraw_in_time"]
 
 
 DEFAULT_GRACE_S = 5.0
@@ -130,6 +130,15 @@ def _withdrawals(report: Report, keys: Sequence[str]) -> Protocol[None]:
                     payload = _payload(report, group)
                     verdict = _judge(group, {report.rank: payload}, what="plan")
                     yield from withdraw(f"{key}/{phase}/{group.key}", report.rank, payload, pack(verdict))
+
+
+def agree_in_time(report: Report, *, key: str, deadline_s: float, where: Where, what: str = "plan") -> Protocol[None]:
+    """`agree` that ends within `deadline_s` from now, all its comparisons together."""
+    num_graces = 4 * max(1, sum(len(group.members) > 1 for group in report.groups)) - 1
+    grace_s = min(DEFAULT_GRACE_S, deadline_s / (2 * num_graces))
+    now: float = yield Now()
+    until = now + deadline_s - num_graces * grace_s
+    yield from agree(report, key=key, until=until, where=where, grace_s=grace_s, what=what)
 
 
 def agree(

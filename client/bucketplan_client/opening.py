@@ -20,12 +20,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from bucketplan_client.agreement import GroupView, Report, agree, withdraw_in_time
+from bucketplan_client.agreement import GroupView, Report, agree_in_time, withdraw_in_time
 from bucketplan_client.arguments import BadArgument, is_unicode, printable
 from bucketplan_client.background import in_background
 from bucketplan_client.cache import PlanCache
 from bucketplan_client.environment import disabled_by_environment, job_from_environment
 from bucketplan_client.errors import (
+    AgreementError,
     ClientError,
     CorruptAnswer,
     DeadlineExceeded,
@@ -169,11 +170,29 @@ class Attempt:
         """Return once every participant brought the same `value` of `what`; else raise `AgreementError`, alike on all.
 
         For what the opening does not know, such as the fingerprint of a compiler pass. Call it on every participant.
+        A rank that is interrupted here, or fails, tells the others.
         """
+        report, key = self._report_on(value), f"compare/{what}"
+        try:
+            drive(agree_in_time(report, key=key, deadline_s=deadline_s, where=self.where, what=what), self.store)
+        except AgreementError:
+            raise
+        except BaseException as error:
+            self.withdraw(what, error)
+            raise
+
+    def withdraw(self, what: str, error: BaseException) -> None:
+        """Take part in the comparison of `what` with `error` in place of a value: the others raise `RankFailed`.
+
+        For a rank that cannot come to it. Takes a few seconds at most, whatever the store does, and raises nothing.
+        """
+        reason = error.message if isinstance(error, ClientError) else f"{type(error).__name__}: {error}"
+        report = replace(self._report_on(None), failure=f"it left the comparison of the {what}: {reason}")
+        withdraw_in_time(self.store, report, keys=(f"compare/{what}",))
+
+    def _report_on(self, value: str | None) -> Report:
         view = GroupView(role="participants", members=self.participants, digest=value)
-        report = Report(rank=self.rank, groups=(view,))
-        until = time.monotonic() + deadline_s
-        drive(agree(report, key=f"compare/{what}", until=until, where=self.where, what=what), self.store)
+        return Report(rank=self.rank, groups=(view,))
 
     def compare_first_execution(
         self, slot: str, digests: Mapping[str, str], *, deadline_s: float = 300.0, signature: str | None = None
@@ -187,10 +206,9 @@ class Attempt:
             GroupView(role=role, members=members, digest=digests.get(role)) for role, members in self.groups.items()
         )
         report = Report(rank=self.rank, groups=views, signature=signature)
-        until = time.monotonic() + deadline_s
-        key = f"first/{slot}"
+        key, what = f"first/{slot}", "collectives of the graph"
         try:
-            drive(agree(report, key=key, until=until, where=self.where, what="collectives of the graph"), self.store)
+            drive(agree_in_time(report, key=key, deadline_s=deadline_s, where=self.where, what=what), self.store)
         except Exception:
             raise
         except BaseException as error:

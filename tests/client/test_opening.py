@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bucketplan_client.agreement import agree_in_time
 from bucketplan_client.cache import PlanCache
-from bucketplan_client.errors import AgreementError, FallbackRefused, OpeningAborted, RanksDisagree, ServerRefused
+from bucketplan_client.errors import (
+    AgreementError,
+    FallbackRefused,
+    OpeningAborted,
+    RankFailed,
+    RanksDisagree,
+    RanksMissing,
+    ServerRefused,
+)
 from bucketplan_client.opening import Attempt, open_attempt, read_opened
 from bucketplan_client.opening_protocol import Hello, Opened, Outcome
 from bucketplan_client.passes import FsdpBucketingPass, LocalPlans
-from bucketplan_client.store import JobStore
+from bucketplan_client.store import JobStore, drive
 from bucketplan_client.testing import InMemoryPlanServer
 from bucketplan_client.transport import PlanClient
 from bucketplan_core import Options, make_plan
@@ -324,6 +334,74 @@ class TestCompare:
         assert all(isinstance(error, RanksDisagree) for error in outcomes.values())
         assert outcomes[0].odd_ranks == (2,)
         assert outcomes[0].what == "pass"
+
+    @pytest.mark.parametrize("odd", [0, 2])
+    def test_rank_that_cannot_come_is_named_with_its_failure_at_once(self, odd):
+        def use(attempt: Attempt) -> None:
+            if attempt.rank == odd:
+                attempt.withdraw("pass", ValueError("no compiler here"))
+                raise ValueError("no compiler here")
+            attempt.compare("pass", "same", deadline_s=600.0)
+
+        outcomes = open_all(InMemoryPlanServer(), use=use)
+        assert isinstance(outcomes.pop(odd), ValueError)
+        assert all(isinstance(error, RankFailed) for error in outcomes.values()), outcomes
+        assert {error.failures[odd] for error in outcomes.values()} == {
+            "it left the comparison of the pass: ValueError: no compiler here"
+        }
+
+    def test_rank_that_is_interrupted_there_tells_the_others(self, monkeypatch):
+        wait = JobStore.wait
+
+        def interrupted(store: JobStore, keys: Any, until: float) -> Any:
+            if store.where.rank == 2 and any(key.startswith("compare/") for key in keys):
+                raise KeyboardInterrupt
+            return wait(store, keys, until)
+
+        monkeypatch.setattr(JobStore, "wait", interrupted)
+        told: list[BaseException] = []
+
+        def use(attempt: Attempt) -> None:
+            try:
+                attempt.compare("pass", "same", deadline_s=600.0)
+            except KeyboardInterrupt as error:
+                told.append(error)
+
+        outcomes = open_all(InMemoryPlanServer(), use=use)
+        assert len(told) == 1
+        assert outcomes.pop(2) is None
+        assert all("KeyboardInterrupt" in error.failures[2] for error in outcomes.values()), outcomes
+
+    def test_missing_rank_costs_no_more_than_the_deadline(self):
+        elapsed: dict[int, float] = {}
+
+        def use(attempt: Attempt) -> None:
+            if attempt.rank == 1:
+                return
+            drive_until = agree_in_time(
+                attempt._report_on("same"), key="k", deadline_s=1.0, where=attempt.where, what="pass"
+            )
+            longest: list[float] = []
+            first: list[float] = []
+
+            def noted(store: JobStore, keys: Any, until: float) -> Any:
+                longest.append(until)
+                return JobStore.wait(store, keys, until)
+
+            class Noting(JobStore):
+                def wait(self, keys: Any, until: float) -> Any:
+                    return noted(self, keys, until)
+
+            first.append(time.monotonic())
+            try:
+                drive(drive_until, Noting(attempt.store._base, prefix=attempt.store.prefix))
+            finally:
+                elapsed[attempt.rank] = max(longest) - first[0]
+
+        outcomes = open_all(InMemoryPlanServer(), use=use)
+        assert isinstance(outcomes[0], RanksMissing)
+        # What they were ready to wait until, and not how long it took.
+        assert max(elapsed.values()) < 1.5
 
     def test_first_execution_compares_within_each_group(self):
         def use(attempt: Attempt) -> None:
