@@ -61,6 +61,7 @@ class Evidence:
         self._poll_s = poll_s
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._noted: dict[tuple[str, str], set[str]] = {}
 
     def watch(self) -> None:
         """Start the watcher, unless it runs."""
@@ -79,27 +80,34 @@ class Evidence:
 
     def note(
         self,
-        slot: str,
+        sequence: str,
         request: Request,
         plan: Plan,
         groups: Mapping[str, Sequence[int]],
     ) -> bool:
-        """Write, or compare with, what each of this rank's `groups` (members by role) will issue for graph `slot`.
+        """Write, or compare with, what each of this rank's `groups` (members by role) will issue for one graph.
 
-        `slot` must name the graph alike on every rank however many of them compile it: torch's compile id and phase do,
-        a counter of hook calls does not. Returns False after raising the alarm.
+        Ranks of a group issue its collectives in one order, so a graph is named by its place among those with
+        collectives of the group, in a `sequence` that a rank compiles in order (forward, backward): what a rank
+        compiles beside them, such as a metric without collectives, shifts nothing, and a graph with collectives that
+        others do not have is found. What was noted before, and is compiled again under other guards, has its place
+        already. Call it only while every graph of the group went through it: torch's compile ids, which count whatever
+        a rank compiles, name other graphs on other ranks. Returns False after raising the alarm.
         """
         digests = group_digests(request, plan.decision)
         self._store.put_once(f"description/{request.signature}", zlib.compress(request.encoded))
         for role in sorted(digests):
             members = list(groups.get(role, ()))
-            if len(members) < 2:
+            noted = self._noted.setdefault((sequence, role), set())
+            if len(members) < 2 or digests[role] in noted:
                 continue
+            number = len(noted)
+            noted.add(digests[role])
             group = members_digest(members)[:16]
             mine = pack({"digest": digests[role], "rank": self._rank, "signature": request.signature})
-            standing = self._store.put_once(f"evidence/{slot}/{role}/{group}", mine)
+            standing = self._store.put_once(f"evidence/{sequence}/{number}/{role}/{group}", mine)
             if standing != mine and not self._same(standing, digests[role]):
-                self._alarm(slot, role, standing, mine)
+                self._alarm(f"{sequence} {number}", role, standing, mine)
                 return False
         return True
 

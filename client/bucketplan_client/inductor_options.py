@@ -18,6 +18,7 @@ __all__ = [
     "INDUCTOR_SETTINGS",
     "CompileConflict",
     "hook_without",
+    "num_replayed",
     "passes_of",
     "refuse_conflicts",
     "refuse_undone_settings",
@@ -50,6 +51,13 @@ _BUCKETING = {
 }
 """Inductor's own passes on collectives and the values under which they stay out of the way."""
 
+
+_CACHE_HITS = (
+    ("aot_autograd", "autograd_cache_hit"),
+    ("inductor", "fxgraph_cache_hit"),
+    ("dynamo_cache", "dynamo_cache_hit"),
+)
+"""Torch's counters of graphs for which no hook is called."""
 
 _ABSENT = object()
 """The value of an option that this version of torch does not have."""
@@ -145,3 +153,10 @@ def _value(config: Any, option: str) -> Any:
     for part in option.split("."):
         found = getattr(found, part, _ABSENT)
     return found
+
+
+def num_replayed() -> int:
+    """How many graphs this process took from torch's compile caches so far, whatever is in them."""
+    from torch._dynamo.utils import counters
+
+    return sum(int(counters[part][name]) for part, name in _CACHE_HITS if part in counters)

@@ -43,6 +43,7 @@ from bucketplan_client.first_execution import FirstExecution, comparing, insert_
 from bucketplan_client.inductor_options import (
     CompileConflict,
     hook_without,
+    num_replayed,
     passes_of,
     refuse_conflicts,
     refuse_undone_settings,
@@ -96,7 +97,9 @@ _HOOK = "post_grad_custom_post_pass"
 class RewrittenGraph:
     """What the pass did to one graph; `plan` is None where nothing could be planned, `reason` why nothing was fused.
 
-    `slot` names the graph alike on every rank (torch's compile id, the phase). `statistics` are those of the rewrite.
+    `slot` is torch's compile id and the phase: a name in this process, which counts whatever this rank compiles.
+    `replayed` says that a compile cache replayed graphs in this process before, of which nothing is known here.
+    `statistics` are those of the rewrite.
     """
 
     phase: str
@@ -106,6 +109,7 @@ class RewrittenGraph:
     statistics: Mapping[str, Mapping[str, int]]
     skipped: tuple[Skipped, ...]
     reason: str | None = None
+    replayed: bool = False
 
     @property
     def signature(self) -> str:
@@ -189,6 +193,7 @@ class BucketingPass(_InstalledPass):
         self.keyed = False
         """Whether it was asked for its cache key, as for graphs that a compile cache then replays."""
         self._warned = False
+        self._num_replayed = num_replayed()
         self._plans = plans
         self.mode = mode
         self._on_error = on_error
@@ -273,6 +278,7 @@ class BucketingPass(_InstalledPass):
                 statistics=statistics,
                 skipped=description.skipped,
                 reason=reason,
+                replayed=num_replayed() != self._num_replayed,
             )
         )
 

@@ -32,11 +32,21 @@ def test_equal_compilations_raise_nothing_whoever_compiles():
     base, heard = dist.HashStore(), {}
     first, second = (evidence_of(rank, base, heard, threading.Event()) for rank in (0, 1))
     request = small_request()
-    assert first.note("0/0.forward", request, make_plan(request), GROUPS)
-    assert second.note("0/0.forward", request, make_plan(request), GROUPS)
-    # One rank recompiled, or the other found its cache warm: no counterpart, and nothing to compare with.
-    assert second.note("0/1.forward", small_request(num_params=2), make_plan(small_request(num_params=2)), GROUPS)
+    assert first.note("forward", request, make_plan(request), GROUPS)
+    assert second.note("forward", request, make_plan(request), GROUPS)
+    # One rank compiled the same again under other guards, and then what the other has not compiled yet.
+    assert second.note("forward", request, make_plan(request), GROUPS)
+    assert second.note("forward", small_request(num_params=2), make_plan(small_request(num_params=2)), GROUPS)
+    assert first.note("forward", small_request(num_params=2), make_plan(small_request(num_params=2)), GROUPS)
     assert base.check(["job/alarm"]) is False
+
+
+def test_graph_with_collectives_that_others_have_not_is_found():
+    base, heard = dist.HashStore(), {}
+    first, second = (evidence_of(rank, base, heard, threading.Event()) for rank in (0, 1))
+    common, extra = small_request(), small_request(num_params=2)
+    assert first.note("forward", common, make_plan(common), GROUPS)
+    assert not second.note("forward", extra, make_plan(extra), GROUPS)
 
 
 def test_rank_with_another_graph_makes_both_ranks_hear_both_sides():
@@ -45,8 +55,8 @@ def test_rank_with_another_graph_makes_both_ranks_hear_both_sides():
     for rank in ranks:
         rank.watch()
     one, other = small_request(), small_request(num_params=3)
-    assert ranks[0].note("0/0.forward", one, make_plan(one), GROUPS)
-    assert not ranks[1].note("0/0.forward", other, make_plan(other), GROUPS)
+    assert ranks[0].note("forward", one, make_plan(one), GROUPS)
+    assert not ranks[1].note("forward", other, make_plan(other), GROUPS)
     assert arrived.wait(30)
     for rank in ranks:
         rank.close()
@@ -54,7 +64,7 @@ def test_rank_with_another_graph_makes_both_ranks_hear_both_sides():
         error = heard[rank]
         assert isinstance(error, RanksDisagree)
         assert error.where.rank == rank
-        assert "0/0.forward" in error.what
+        assert "forward 0" in error.what
         assert error.difference is not None
         assert "on rank 1" in error.difference
 

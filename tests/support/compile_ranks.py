@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ from bucketplan_core.schedule import Placement, decide
 from tests.support import compile_models
 from tests.support.simple_fsdp import full_gradients
 
-__all__ = ["SIZE", "compare", "first_executions", "fully_sharded", "start"]
+__all__ = ["SIZE", "beside", "compare", "first_executions", "fully_sharded", "start"]
 
 SIZE = Options(strategy="size", planner="size/1", placement="scheduled")
 _COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single")
@@ -280,6 +281,66 @@ class _OtherPlans:
         if self._others:
             return Plan(decision=decide(request, request.options.planner, placements))
         return LocalPlans().plan(request, profile)
+
+
+class _Doubled(nn.Module):
+    """A second model whose graphs are none of the first one's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *batch: Any) -> Tensor:
+        return 2 * self.model(*batch)  # type: ignore[no-any-return]  # a module returns Any
+
+
+def beside(what: str | None) -> dict[str, Any]:
+    """Train two models one after the other; `what` one rank compiles beside them.
+
+    ``metric``: rank 0 compiles a metric without collectives first. ``model``: rank 1 runs the second model first, as
+    no other rank does, and the job ends; the rank that gets further waits for that.
+    """
+    torch._dynamo.reset()
+    one, two = compile_models.build("smallest"), compile_models.build("dense")
+    losses: list[tuple[float, float]] = []
+    doubled = _Doubled(two.model)
+    eager = [float(model(*batch).detach()) for model, batch in ((one.model, one.batch), (doubled, two.batch))]
+    first, second = torch.compile(one.model), torch.compile(doubled)
+    with (
+        no_graph_caches(),
+        open_attempt(None, groups={"fsdp": tuple(range(dist.get_world_size()))}, job="beside") as opened,
+        install_attempt(opened, roles=one.roles, compare_first_execution=what == "metric") as installed,
+    ):
+        rank = dist.get_rank()
+        if what == "metric" and rank == 0:
+            assert float(torch.compile(lambda x: (x * x).sum().sqrt())(torch.ones(9))) == 3.0
+        if what == "model":
+            # Gloo may find that the sizes differ before the watchers look; the job ends by what they do.
+            with suppress(RuntimeError):
+                (second(*two.batch) if rank == 1 else first(*one.batch)).backward()
+            threading.Event().wait(300.0)
+        for model, batch in ((first, one.batch), (second, two.batch)):
+            loss = model(*batch)
+            loss.backward()
+            losses.append((eager[len(losses)], float(loss.detach())))
+        found = opened.store.get("alarm")
+        slots = [graph.slot for graph in installed.graphs if graph.plan is not None]
+    torch._dynamo.reset()
+    return {"losses": losses, "alarm": found, "slots": slots}
+
+
+def conflict_on_rank_1() -> tuple[str, str]:
+    """Install where rank 1 cannot; type and text of what each rank raised, long before the deadline."""
+    hides = dist.get_rank() == 1
+    with (
+        torch._dynamo.config.patch(suppress_errors=hides),
+        open_attempt(None, groups={"fsdp": (0, 1)}, job="conflict") as opened,
+    ):
+        try:
+            with install_attempt(opened, deadline_s=600.0):
+                return "", ""
+        except ClientError as error:
+            return type(error).__name__, str(error)
 
 
 def first_executions(odd: bool, folder: str | None = None) -> dict[str, Any]:

@@ -61,6 +61,7 @@ class GlooPool:
                 try:
                     succeeded, value = pipe.recv()
                 except EOFError:
+                    self._processes[rank].join(15.0)  # its pipe closes a little earlier than it ends
                     succeeded, value = False, f"the process ended with {self._processes[rank].exitcode}"
                 if succeeded:
                     values[rank] = value
