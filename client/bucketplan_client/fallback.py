@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from bucketplan_client.cache import PlanCache
 from bucketplan_client.errors import (
+    ClientError,
     CorruptAnswer,
     DeadlineExceeded,
     FallbackRefused,
@@ -82,8 +83,13 @@ class AttemptPlans:
         """The plan of `request` under the attempt's epoch; raises `FallbackRefused`, `ServerRefused`, `StoreFailed`."""
         signature = request.signature
         where = self._where.at(signature=signature)
-        plan, source = self._find(request, profile, where)
-        plan = self._adopt(plan, where)
+        try:
+            plan, source = self._find(request, profile, where)
+            plan = self._adopt(plan, where)
+        except ClientError as error:
+            # What the transport or the store raises knows neither the job nor, often, the rank.
+            error.located(where)
+            raise
         self.taken[source] += 1
         _LOG.debug("plan %s of signature %s from %s", plan.digest[:12], signature[:12], source)
         if self._cache is not None and source != "cache" and self._is_for_ever(request):

@@ -315,6 +315,9 @@ class TestPlans:
             try:
                 attempt.plans.plan(request)
             except ServerRefused as error:
+                assert (error.where.rank, error.where.job) == (attempt.rank, "llama")
+                assert error.where.signature == request.signature
+                assert error.where.server is not None
                 return error.problem.slug
             return None
 
