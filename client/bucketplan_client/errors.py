@@ -428,15 +428,23 @@ class CacheDamaged(ClientError):
 
 
 class FallbackRefused(ClientError):
-    """Going on without the server would risk a second plan; `rule` says why it is refused here."""
+    """Going on without the server would risk a second plan; `rule` says why it is refused here.
 
-    def __init__(self, rule: str, reason: str, *, where: Where = _NOWHERE) -> None:
+    `unavailable` is what became of asking the server, where it was asked.
+    """
+
+    def __init__(
+        self, rule: str, reason: str, *, where: Where = _NOWHERE, unavailable: ServerError | None = None
+    ) -> None:
         self.rule = rule
         self.reason = reason
+        self.unavailable = unavailable
+        asked = "" if unavailable is None else f". {unavailable.message}"
+        first = "Bring the server back" if unavailable is None else unavailable.remedy
         super().__init__(
-            f"planning without the server is refused: {reason}",
+            f"planning without the server is refused: {reason}{asked}",
             where=where,
-            remedy="Bring the server back and start the attempt again",
+            remedy=f"{first}, and start the attempt again",
         )
 
 

@@ -4,9 +4,11 @@ After a commit (signature, epoch) -> plan is a function: an override from the ep
 rank may take the plan from wherever it finds it first: the epoch's overrides, its cache, the job's store, the server,
 and last from the planner in its own process, which gives the same bytes. Nothing here waits for another rank.
 
-Going on without the server is refused where it might give a second plan: for a planner version that this build lacks,
-and for planners that read a cost profile unless the profile is one that all ranks share (the server binds the first one
-it gets; in an attempt that opened without a server the job's store does).
+Whatever the server answers instead of a plan, or does not, is a reason to go on without it, and decides nothing. Going
+on is refused where it might give a second plan: for a planner version that this build lacks, and for planners that read
+a cost profile unless the profile is one that all ranks share (the server binds the first one it gets; in an attempt
+that opened without a server, from the ranks' caches too, the job's store does). A server that has lost the attempt is
+given it back first (`bucketplan_client.reopening`).
 
 What a rank is about to use it first writes into the store, once; a rank that finds another decision there adopts it.
 """
@@ -19,20 +21,12 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from bucketplan_client.cache import PlanCache
-from bucketplan_client.errors import (
-    ClientError,
-    CorruptAnswer,
-    DeadlineExceeded,
-    FallbackRefused,
-    ServerError,
-    ServerRefused,
-    ServerUnreachable,
-    Where,
-)
+from bucketplan_client.errors import ClientError, FallbackRefused, ServerError, ServerRefused, Where
 from bucketplan_client.opening_protocol import Opened, Source
+from bucketplan_client.reopening import ServerAttempt
 from bucketplan_client.store import JobStore
 from bucketplan_client.transport import PlanClient
-from bucketplan_core.errors import PlannerUnavailable
+from bucketplan_core.errors import BucketplanError, PlannerUnavailable
 from bucketplan_core.plan import Plan
 from bucketplan_core.profile import CostProfile
 from bucketplan_core.request import Request
@@ -47,7 +41,9 @@ _LOG = logging.getLogger(__name__)
 DEFAULT_DEADLINE_S = 60.0
 _SERVER_PAUSE_S = 30.0
 """How long a server that did not answer is left alone: an outage costs one deadline, not one for each graph."""
-_GO_ON_STATUS = frozenset({429, 500, 502, 503, 504})
+_CANNOT_PLAN = "cannot-plan"
+_MOST_OPENINGS = 2
+"""For one plan: once because another rank's opening may be of an earlier loss."""
 
 
 class AttemptPlans:
@@ -63,6 +59,7 @@ class AttemptPlans:
         store: JobStore | None,
         where: Where,
         deadline_s: float = DEFAULT_DEADLINE_S,
+        at_server: ServerAttempt | None = None,
     ) -> None:
         self.taken: Counter[str] = Counter()
         self.address = client.address if client is not None else None
@@ -74,7 +71,9 @@ class AttemptPlans:
         self._store = store
         self._where = where
         self._deadline_s = deadline_s
+        self._at_server = at_server
         self._server_from = 0.0
+        self._unavailable: ServerError | None = None
 
     def __repr__(self) -> str:
         return f"AttemptPlans({self._opened.epoch!r}, {dict(self.taken)})"
@@ -101,7 +100,7 @@ class AttemptPlans:
 
         A plan made from a profile that this attempt agreed on by itself is right for this attempt only.
         """
-        return self._source != "local" or not _planner(request.options.planner).uses_profile
+        return self._source == "server" or not _planner(request.options.planner).uses_profile
 
     def _find(self, request: Request, profile: CostProfile | None, where: Where) -> tuple[Plan, str]:
         signature, epoch = request.signature, self._opened.epoch
@@ -121,40 +120,60 @@ class AttemptPlans:
         stored = self._from_store(signature)
         if stored is not None:
             return stored, "store"
-        unavailable: ServerError | None = None
-        if self._client is not None and self._source == "server" and time.monotonic() >= self._server_from:
-            try:
-                plan = self._client.plan(request, profile, epoch=epoch.id, deadline_s=self._deadline_s)
-            except (ServerUnreachable, DeadlineExceeded, CorruptAnswer) as error:
-                unavailable = error
-            except ServerRefused as error:
-                if error.problem.slug != "unknown-epoch" and error.problem.status not in _GO_ON_STATUS:
-                    raise
-                unavailable = error
-            else:
-                return plan, "server"
-            self._server_from = time.monotonic() + _SERVER_PAUSE_S
-            _LOG.warning("planning in this process: %s", unavailable.message)
-        return self._make(request, profile, where, unavailable), "local"
-
-    def _make(
-        self, request: Request, profile: CostProfile | None, where: Where, unavailable: ServerError | None
-    ) -> Plan:
+        refused = self._reason_against(request.options.planner)
+        answer: ServerError | None = None
+        if self._client is not None and self._source == "server":
+            # Where nothing else can give the plan, a server that was away a moment ago is asked all the same.
+            if refused is not None or time.monotonic() >= self._server_from:
+                try:
+                    return self._ask(self._client, request, profile), "server"
+                except ServerError as error:
+                    self._unavailable = answer = error.located(where)
+                    self._server_from = time.monotonic() + _SERVER_PAUSE_S
+            if refused is None and self._unavailable is not None:
+                _LOG.warning("planning in this process: %s", self._unavailable.message)
+        cannot = answer if isinstance(answer, ServerRefused) and answer.problem.slug == _CANNOT_PLAN else None
+        if refused is not None:
+            if cannot is not None:
+                raise cannot
+            rule, reason = refused
+            raise FallbackRefused(rule, reason, where=where, unavailable=self._unavailable) from self._unavailable
         try:
-            planner = _planner(request.options.planner)
+            return self._make(request, profile), "local"
+        except BucketplanError as error:
+            # The planner says the same here as there, and the server's problem says what to change.
+            raise (cannot or error) from (error if cannot else error.__cause__)
+
+    def _ask(self, client: PlanClient, request: Request, profile: CostProfile | None) -> Plan:
+        """The server's plan; an attempt that it does not know any more is opened there again."""
+        until = time.monotonic() + self._deadline_s
+        for num_left in reversed(range(_MOST_OPENINGS + 1)):
+            seen = 0 if self._at_server is None else self._at_server.num_openings
+            left_s = max(0.0, until - time.monotonic())
+            try:
+                return client.plan(request, profile, epoch=self._opened.epoch.id, deadline_s=left_s)
+            except ServerRefused as error:
+                if error.problem.slug != "unknown-epoch" or self._at_server is None or not num_left:
+                    raise
+                self._at_server.open_again(seen, until=until)
+        raise AssertionError("the last try returns or raises")
+
+    def _reason_against(self, version: str) -> tuple[str, str] | None:
+        """Why this rank may not plan with `version` by itself: rule and words; None where it may."""
+        try:
+            planner = _planner(version)
         except PlannerUnavailable as error:
-            raise FallbackRefused("foreign-planner", str(error), where=where) from unavailable
+            return "foreign-planner", str(error)
+        if planner.uses_profile and self._source == "server":
+            reads = f"planner {planner.version} reads a cost profile"
+            return "unbound-profile", f"{reads}, and which one this signature was planned with only the server knows"
+        return None
+
+    def _make(self, request: Request, profile: CostProfile | None) -> Plan:
         from bucketplan_core.planning import make_plan
 
-        if not planner.uses_profile:
+        if not _planner(request.options.planner).uses_profile:
             return make_plan(request, profile)
-        if self._source != "local":
-            raise FallbackRefused(
-                "unbound-profile",
-                f"planner {planner.version} reads a cost profile, and which one this signature was planned with "
-                "is known to the server only",
-                where=where,
-            ) from unavailable
         return make_plan(request, self._shared_profile(request, profile))
 
     def _shared_profile(self, request: Request, profile: CostProfile | None) -> CostProfile:

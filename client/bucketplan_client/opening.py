@@ -62,6 +62,7 @@ from bucketplan_client.opening_protocol import (
     odd_option,
     open_protocol,
 )
+from bucketplan_client.reopening import ServerAttempt
 from bucketplan_client.reports import Reporter
 from bucketplan_client.rewrite import REWRITER_VERSION
 from bucketplan_client.store import LONGEST_CALL_S, JobStore, default_store, drive, drive_apart
@@ -112,6 +113,7 @@ class Attempt:
         where: Where,
         on_mismatch: Callable[[ClientError], None],
         plan_s: float,
+        asked: AttemptRequest | None = None,
     ) -> None:
         opened = outcome.opened
         self.job = job
@@ -129,6 +131,19 @@ class Attempt:
         self.store = store.scoped(outcome.nonce or "opening")
         self.where = where
         self.plans: AttemptPlans | None = None
+        at_server: ServerAttempt | None = None
+        if client is not None and opened is not None and opened.attempt is not None:
+            at_server = ServerAttempt(
+                client,
+                job=job,
+                key=outcome.nonce,
+                number=opened.attempt,
+                epoch=opened.epoch,
+                store=self.store,
+                num_ranks=len(participants),
+            )
+            if asked is not None:
+                at_server.remember(asked)
         if opened is not None:
             self.plans = AttemptPlans(
                 opened,
@@ -138,12 +153,13 @@ class Attempt:
                 store=self.store,
                 where=where,
                 deadline_s=plan_s,
+                at_server=at_server,
             )
         self.evidence = Evidence(self.store, rank=rank, where=where, on_mismatch=on_mismatch)
         self._names: Counter[str] = Counter()
         self._reporter: Reporter | None = None
-        if client is not None and self.number is not None:
-            self._reporter = Reporter(client, job=job, attempt=self.number)
+        if client is not None and at_server is not None:
+            self._reporter = Reporter(client, job=job, attempt=at_server.number, at_server=at_server)
             self.report(RankReport(rank=rank, slot=OPEN_SLOT, uuid=self.uuid, members=self.groups))
 
     def __enter__(self) -> Attempt:
@@ -235,7 +251,8 @@ def uuid_of(outcome: Outcome) -> str:
     if outcome.opened is None:
         return digest_of(pack({"mode": "unbucketed"}))
     epoch = outcome.opened.epoch
-    own_profile = outcome.source == "local" and _uses_profile(epoch.options.planner)
+    # Ranks that find no server plan what they miss from a profile of this attempt, which no compile cache may replay.
+    own_profile = outcome.source != "server" and _uses_profile(epoch.options.planner)
     return digest_of(
         pack(
             {
@@ -357,8 +374,11 @@ def open_attempt(
                 held=tuple(cache.epochs(job)) if cache is not None else (),
             ),
         )
+        asked: list[AttemptRequest] = []
         outcome = drive(
-            open_protocol(setup), opening_store, other=lambda step: _perform(step, job, client, cache, where, grace_s)
+            open_protocol(setup),
+            opening_store,
+            other=lambda step: _perform(step, job, client, cache, where, grace_s, asked),
         )
     except BaseException as error:
         _leave(opening_store, hello, seen, nonce, error)
@@ -388,6 +408,7 @@ def open_attempt(
         where=where,
         on_mismatch=on_mismatch,
         plan_s=plan_s,
+        asked=asked[0] if asked and rank == ranks[0] else None,
     )
     _tell(attempt, outcome)
     return attempt
@@ -445,10 +466,17 @@ def _all_ranks(members: Mapping[str, tuple[int, ...]], rank: int) -> tuple[int, 
 
 
 def _perform(
-    step: Any, job: str, client: PlanClient | None, cache: PlanCache | None, where: Where, grace_s: float
+    step: Any,
+    job: str,
+    client: PlanClient | None,
+    cache: PlanCache | None,
+    where: Where,
+    grace_s: float,
+    asked: list[AttemptRequest],
 ) -> Any:
     match step:
         case AskServer(request, until):
+            asked.append(request)
             return _ask_in_time(
                 lambda: ask_server(client, job, request, until=until, where=where),
                 until=until + min(_SERVER_SLACK_S, grace_s / 2),

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from bucketplan_client.arguments import printable
-from bucketplan_client.errors import ServerError, ServerRefused
+from bucketplan_client.errors import Problem, ServerError, ServerRefused
 from bucketplan_client.opening_documents import Hello, OnUnavailable, Opened, Outcome, OutcomeKind, Source
 from bucketplan_client.opening_places import Seen, leave_word, seen_elsewhere
 from bucketplan_client.protocol import Get, GetMany, Now, Protocol, Put, PutOnce, Wait
@@ -52,6 +52,7 @@ OpenMode = Literal["leader", "every_rank"]
 _LONGEST_REASON = 2_000
 _LOOK_S = 2.0
 """How often a rank that waits for the leader's draft looks for an outcome instead."""
+_ASKS_FOR_PATIENCE = (408, 425, 429)
 _VERSIONS = ("capture", "rewriter", "schema")
 _FIRST = Seen(key="opening/0")
 
@@ -251,7 +252,7 @@ def _without_server(
     setup: Setup, hellos: Sequence[Hello], request: AttemptRequest, error: ServerError
 ) -> Protocol[Outcome]:
     """The epoch that every rank holds, else what the configuration says for this case."""
-    if isinstance(error, ServerRefused) and error.problem.status < 500:
+    if isinstance(error, ServerRefused) and _is_our_mistake(error.problem):
         # Not the server's own trouble but a mistake in the configuration, which no fallback should hide.
         return Outcome(kind="abort", nonce=setup.nonce, reason=error.message, remedy=error.remedy)
     everywhere = set.intersection(*(set(hello.held) for hello in hellos))
@@ -279,6 +280,15 @@ def _without_server(
     except BucketplanError as bad:
         return _abort(setup, str(bad), remedy="Correct the option")
     return Outcome(kind="commit", nonce=setup.nonce, source="local", opened=Opened(epoch=epoch), reason=error.message)
+
+
+def _is_our_mistake(problem: Problem) -> bool:
+    """Whether a planning server says that what was sent is wrong, so that waiting would not cure it.
+
+    What has no problem type of ours, something on the way answered: a proxy, an ingress, a login page. That is a server
+    which cannot be reached, as one is that asks for patience.
+    """
+    return bool(problem.slug) and 400 <= problem.status < 500 and problem.status not in _ASKS_FOR_PATIENCE
 
 
 def _fits(epoch: Epoch, setup: Setup, request: AttemptRequest) -> bool:

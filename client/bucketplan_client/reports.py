@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 from bucketplan_client.errors import ClientError, ServerRefused
 from bucketplan_client.jitter import uniform
+from bucketplan_client.reopening import ServerAttempt
 from bucketplan_client.transport import PlanClient
 from bucketplan_core.attempt import MAX_REPORT_ENTRIES, RankReport
 from bucketplan_core.errors import DecodeError
@@ -37,13 +38,16 @@ _SPREAD_S = 2.0
 class Reporter:
     """Sends reports about one attempt, in batches, from a thread of its own.
 
-    A report that the server refuses is logged as a warning and costs no other. What a report may not hold all of is
+    With `at_server` it follows the attempt's number there, and opens the attempt again where the server has lost it. A
+    report that the server refuses is logged as a warning and costs no other. What a report may not hold all of is
     shortened and says so.
     """
 
-    def __init__(self, client: PlanClient, *, job: str, attempt: int) -> None:
+    def __init__(self, client: PlanClient, *, job: str, attempt: int, at_server: ServerAttempt | None = None) -> None:
         self._client = client
-        self._path = f"/v1/jobs/{quote(job, safe='')}/attempts/{attempt}/reports"
+        self._job = job
+        self._attempt = attempt
+        self._at_server = at_server
         self._waiting: deque[RankReport] = deque()
         self._changed = threading.Condition()
         self._ends: float | None = None
@@ -96,7 +100,20 @@ class Reporter:
 
     def _post(self, batch: Sequence[WireValue]) -> None:
         left_s = _DEADLINE_S if self._ends is None else min(_DEADLINE_S, self._ends - time.monotonic())
-        self._client.post(self._path, {"reports": batch}, deadline_s=max(0.0, left_s))
+        until = time.monotonic() + left_s
+        seen = 0 if self._at_server is None else self._at_server.num_openings
+        try:
+            self._send_batch(batch, until)
+        except ServerRefused as refused:
+            if self._at_server is None or refused.problem.slug != "unknown-attempt":
+                raise
+            self._at_server.open_again(seen, until=until)
+            self._send_batch(batch, until)
+
+    def _send_batch(self, batch: Sequence[WireValue], until: float) -> None:
+        number = self._attempt if self._at_server is None else self._at_server.number
+        path = f"/v1/jobs/{quote(self._job, safe='')}/attempts/{number}/reports"
+        self._client.post(path, {"reports": batch}, deadline_s=max(0.0, until - time.monotonic()))
 
 
 def _shortened(report: RankReport) -> RankReport:
