@@ -15,6 +15,8 @@ from tests.support.server_env import torch_free_environment
 # Libraries that would ask a hub or a tracker must answer from what is installed.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
+# No test writes into a user's cache, or finds what another one kept there; those that want one name its folder.
+os.environ["BUCKETPLAN_CACHE"] = os.devnull
 # A rank or server that a test starts finds `tests` as this process does, wherever it runs.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 

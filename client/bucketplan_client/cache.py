@@ -12,6 +12,7 @@ the host's processes writes; what is read is verified against its name, and thro
 
 from __future__ import annotations
 
+import enum
 import fcntl
 import hashlib
 import logging
@@ -31,7 +32,15 @@ from bucketplan_core.errors import BucketplanError
 from bucketplan_core.fields import is_digest
 from bucketplan_core.plan import Plan
 
-__all__ = ["DEFAULT_MAX_BYTES", "CacheStatistics", "PlanCache", "default_cache_folder"]
+__all__ = [
+    "DEFAULT_CACHE",
+    "DEFAULT_MAX_BYTES",
+    "CacheStatistics",
+    "DefaultCache",
+    "PlanCache",
+    "default_cache",
+    "default_cache_folder",
+]
 
 _LOG = logging.getLogger(__name__)
 
@@ -43,12 +52,16 @@ _DIGEST_BYTES = 64
 _KEEP_EPOCHS = 8
 _TRIM_TO = 0.8
 """A trim goes below the bound by this much, so that the next write does not trim again."""
+_LOOK_EVERY = 64
+"""Files are counted at a process's first write and each time it has written this fraction of the bound."""
 _STALE_TEMPORARY_S = 3_600.0
 _PLANNER = "planner"
 
 
 def default_cache_folder() -> Path:
     """``BUCKETPLAN_CACHE``, else `bucketplan` in the user's cache folder (XDG Base Directory Specification).
+
+    ``/dev/null`` stands for no cache.
 
     For a user without a home, as containers have, it is a folder that cannot exist, so nothing is cached: what every
     user may write to, such as /tmp, could hold the plans of another one.
@@ -61,6 +74,24 @@ def default_cache_folder() -> Path:
         return (Path(base) if base else Path.home() / ".cache") / "bucketplan"
     except RuntimeError:
         return Path(os.devnull) / "no-home-set-BUCKETPLAN_CACHE"
+
+
+def default_cache() -> PlanCache | None:
+    """The plan cache of this user on this host; None for ``/dev/null`` and for a user without a home."""
+    folder = default_cache_folder()
+    if Path(os.devnull) in (folder, *folder.parents):
+        _LOG.info("without a plan cache: its folder is %s", folder)
+        return None
+    return PlanCache(folder)
+
+
+class DefaultCache(enum.Enum):
+    """Says "the cache of this host" where a cache may be given, or None for none."""
+
+    OF_THIS_HOST = "the host's plan cache"
+
+
+DEFAULT_CACHE = DefaultCache.OF_THIS_HOST
 
 
 @dataclass(slots=True)
@@ -83,7 +114,8 @@ class PlanCache:
         self.folder = default_cache_folder() if folder is None else folder
         self.max_bytes = max_bytes
         self.statistics = CacheStatistics()
-        self._written_bytes = 0
+        self._written_bytes: int | None = None
+        self._has_warned = False
 
     def plan(self, signature: str, epoch: Epoch) -> Plan | None:
         """The plan of `signature` under `epoch`, None when it is not here, whole and legal to use."""
@@ -101,6 +133,7 @@ class PlanCache:
             plan = self._blob(digest, signature)
             if plan is not None and override in (None, digest):
                 self.statistics.num_hits += 1
+                self._mark_used(self._blob_path(digest), epoch, *(self._index(signature, name) for name in names))
                 return plan
         self.statistics.num_misses += 1
         return None
@@ -121,6 +154,7 @@ class PlanCache:
         for path in _newest_first(folder)[_KEEP_EPOCHS:]:
             with suppress(OSError):
                 _remove(path)
+        self._trim_if_due()
 
     def epochs(self, job: str) -> list[str]:
         """Ids of the epochs that attempts of `job` committed to, the latest first."""
@@ -160,10 +194,14 @@ class PlanCache:
         if plan.digest != digest:
             self._discard(path, f"its decision hashes to {plan.digest}")
             return None
-        # What was used last stays longest; mtime, since many file systems do not record reads.
-        with suppress(OSError):
-            os.utime(path)
         return plan
+
+    def _mark_used(self, blob: Path, epoch: Epoch, *indexes: Path) -> None:
+        # What was used last stays longest, a plan with all that leads to it; mtime, since many file systems do not
+        # record reads.
+        for path in (blob, *indexes, self._epochs(epoch.job) / f"{epoch.id}.epoch"):
+            with suppress(OSError):
+                os.utime(path)
 
     def _blob_path(self, digest: str) -> Path:
         return self.folder / "blobs" / digest[:2] / f"{digest}.plan"
@@ -187,6 +225,11 @@ class PlanCache:
         return None
 
     def _write(self, path: Path, data: bytes) -> bool:
+        # Ranks of a host, and of hosts that share a home, keep the same plans: most find them written.
+        if self._holds(path, data):
+            with suppress(OSError):
+                os.utime(path)
+            return True
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
@@ -205,10 +248,21 @@ class PlanCache:
                     os.unlink(temporary)
                 raise
         except OSError as error:
-            _LOG.warning("cannot write cached file %s: %s", path, error)
+            # A disk that is full or read-only fails every write alike.
+            _LOG.log(
+                logging.DEBUG if self._has_warned else logging.WARNING, "cannot write cached file %s: %s", path, error
+            )
+            self._has_warned = True
             return False
-        self._written_bytes += len(data)
+        if self._written_bytes is not None:
+            self._written_bytes += len(data)
         return True
+
+    def _holds(self, path: Path, data: bytes) -> bool:
+        try:
+            return read_small_file(path, most_bytes=len(data)) == data
+        except (OSError, UnfitFile):
+            return False
 
     def _discard(self, path: Path, reason: str) -> None:
         self.statistics.num_damaged += 1
@@ -230,8 +284,9 @@ class PlanCache:
                     yield entry
 
     def _trim_if_due(self) -> None:
-        # Walking the folder at every write would cost more than the write; a sixteenth of the bound may be missed.
-        if self._written_bytes < self.max_bytes // 16:
+        # Walking the folder at every write would cost more than the write. A process's first one counts what others
+        # wrote before it, however little each of them did.
+        if self._written_bytes is not None and self._written_bytes < self.max_bytes // _LOOK_EVERY:
             return
         self._written_bytes = 0
         self.trim()

@@ -23,7 +23,7 @@ from urllib.parse import quote
 from bucketplan_client.agreement import GroupView, Report, agree_in_time, withdraw_in_time
 from bucketplan_client.arguments import BadArgument, is_unicode, printable
 from bucketplan_client.background import in_background
-from bucketplan_client.cache import PlanCache
+from bucketplan_client.cache import DEFAULT_CACHE, DefaultCache, PlanCache, default_cache
 from bucketplan_client.environment import disabled_by_environment, job_from_environment
 from bucketplan_client.errors import (
     AgreementError,
@@ -292,7 +292,7 @@ def open_attempt(
     grace_s: float = 10.0,
     plan_s: float = DEFAULT_DEADLINE_S,
     store: Store | None = None,
-    cache: PlanCache | None = None,
+    cache: PlanCache | DefaultCache | None = DEFAULT_CACHE,
     defaults: Options | None = None,
     disabled: bool | None = None,
     rank: int | None = None,
@@ -306,7 +306,8 @@ def open_attempt(
     `options` are planning options that the user fixes; the server's defaults, or `defaults` (`size`) without a
     server, complete them. With `client` None there is no server. The outcome is one of: a commit, no buckets at all
     (`Attempt.bucketed` is False), or `OpeningAborted` on every rank. `on_unavailable` says which where the server
-    cannot be reached and not every rank holds an epoch of this job in its `cache`. `disabled` defaults to
+    cannot be reached and not every rank holds an epoch of this job in its `cache`, which is by default that of the host
+    (``BUCKETPLAN_CACHE``), where there is a server; None switches it off on this rank. `disabled` defaults to
     ``BUCKETPLAN_DISABLE``; one rank is enough. `plan_s` bounds one look for a plan at the server. `name` tells this
     opening from others of this job and of these participants on the same store, and must be new and the same on all of
     them; without it each process counts its openings of this job and of these participants, so that sub-groups may open
@@ -318,6 +319,9 @@ def open_attempt(
     too, ends it on all. The first participant's `mode` decides for all.
     """
     rank = this_rank() if rank is None else rank
+    if isinstance(cache, DefaultCache):
+        # Without a server there is nothing to bridge the absence of.
+        cache = None if client is None else default_cache()
     where = Where(rank=rank, job=job, server=None if client is None else client.address)
     members: dict[str, tuple[int, ...]] = {}
     wrong: BadArgument | None = None

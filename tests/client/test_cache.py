@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bucketplan_client.cache import PlanCache, default_cache_folder
+from bucketplan_client.cache import PlanCache, default_cache, default_cache_folder
 from bucketplan_core import make_plan
 from bucketplan_core.plan import Plan
 from tests.client.requests import small_epoch, small_request
@@ -103,6 +103,14 @@ class TestLookup:
         assert cache.plan(plan.decision.signature, small_epoch()) is None
         assert cache.epochs(small_epoch().job) == []
         assert "set-BUCKETPLAN_CACHE" in str(cache.folder)
+        assert default_cache() is None
+
+    def test_default_is_the_folder_that_is_named(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("BUCKETPLAN_CACHE", str(tmp_path / "here"))
+        assert default_cache().folder == tmp_path / "here"
+        for name in (os.devnull, f"{os.devnull}/below"):
+            monkeypatch.setenv("BUCKETPLAN_CACHE", name)
+            assert default_cache() is None
 
 
 class TestDamage:
@@ -112,7 +120,7 @@ class TestDamage:
     def test_changed_file_is_discarded_and_reported_never_returned_as_another_plan(self, cache, data):
         plan, epoch = planned(), small_epoch()
         cache.keep(plan, epoch)
-        files = sorted(path for path in cache.folder.rglob("*") if path.is_file())
+        files = sorted(path for path in cache.folder.rglob("*") if path.is_file() and path.name != "lock")
         victim = data.draw(st.sampled_from(files))
         content = victim.read_bytes()
         damaged = data.draw(
@@ -213,6 +221,37 @@ class TestBound:
         assert small.size_bytes() <= small.max_bytes
         assert small.plan(used.decision.signature, small_epoch()) is not None
         assert small.plan(plans[1].decision.signature, small_epoch()) is None
+
+    def test_starts_that_write_little_do_not_outgrow_it_together(self, tmp_path):
+        for rows in range(8, 408, 2):
+            cache = PlanCache(tmp_path, max_bytes=100_000)  # as a new process has it
+            cache.keep(make_plan(small_request(rows=rows)), small_epoch())
+            assert cache.size_bytes() <= cache.max_bytes
+
+    def test_what_leads_to_a_plan_stays_with_it(self, cache):
+        """Read every day, written weeks ago: the plan, its index under this and under other epochs, its epoch."""
+        plans = [make_plan(small_request(rows=rows)) for rows in range(8, 48, 2)]
+        for plan in plans:
+            cache.keep(plan, small_epoch())
+        cache.keep_epoch(small_epoch())
+        for path in cache.folder.rglob("*"):
+            if path.is_file():
+                os.utime(path, (1_000, 1_000))
+        used = plans[7].decision.signature
+        assert cache.plan(used, small_epoch()) is not None
+        small = PlanCache(cache.folder, max_bytes=cache.size_bytes() // 3)
+        small.trim()
+        assert small.size_bytes() <= small.max_bytes
+        assert small.epochs("llama") == [small_epoch().id]
+        assert small.epoch("llama", small_epoch().id) is not None
+        assert small.plan(used, small_epoch()) is not None
+        assert small.plan(used, small_epoch(cap_bytes=OTHER_CAP)) is not None
+
+    def test_what_stands_there_already_is_not_written_again(self, cache):
+        cache.keep(planned(), small_epoch())
+        inodes = {path: path.stat().st_ino for path in cache.folder.rglob("*") if path.is_file()}
+        PlanCache(cache.folder).keep(planned(), small_epoch())
+        assert {path: path.stat().st_ino for path in inodes} == inodes
 
     def test_old_epochs_of_a_job_are_dropped(self, cache):
         for cap in range(1000, 1020):

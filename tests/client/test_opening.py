@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -246,6 +247,29 @@ class TestWithoutServer:
         assert {source for source, _, _ in first.values()} == {"server"}
         assert {source for source, _, _ in second.values()} == {"cache"}
         assert {entry[1:] for entry in first.values()} == {entry[1:] for entry in second.values()}
+
+    def test_a_restart_finds_what_the_host_kept_without_being_told_of_a_cache(self, tmp_path: Path, monkeypatch):
+        monkeypatch.setenv("BUCKETPLAN_CACHE", str(tmp_path))
+        server, request = InMemoryPlanServer(), small_request()
+        server.activate("llama", overriding_plan())
+
+        def start() -> tuple[str | None, str, list[str]]:
+            given: dict[str, Any] = {"groups": {"fsdp": (0,)}, "job": "llama", "store": dist.HashStore(), "rank": 0}
+            with open_attempt(server.client(deadline_s=0.3), options=GIVEN, server_s=0.3, **given) as attempt:
+                return attempt.source, attempt.plans.plan(request).digest, [*attempt.plans.taken]
+
+        assert start() == ("server", overriding_plan().digest, ["override"])
+        server.available = False
+        assert start() == ("cache", overriding_plan().digest, ["override"])
+        with open_attempt(
+            server.client(deadline_s=0.3),
+            groups={"fsdp": (0,)},
+            rank=0,
+            store=dist.HashStore(),
+            cache=None,
+            server_s=0.3,
+        ) as attempt:
+            assert attempt.source == "local"
 
     def test_one_host_without_the_epoch_is_enough_to_fall_back(self, tmp_path: Path):
         server = InMemoryPlanServer()
