@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shlex
+import subprocess
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +20,7 @@ from typer.testing import CliRunner
 
 from bucketplan_client.cli.doctor import _versions
 from bucketplan_client.cli.main import app
+from bucketplan_client.errors import AccessRefused
 from bucketplan_client.transport import PlanClient
 from bucketplan_core.attempt import OPEN_SLOT, AttemptRequest, RankReport
 from bucketplan_core.collectives import Options
@@ -23,6 +29,7 @@ from bucketplan_core.wire import from_json
 from tests.client.requests import small_request
 from tests.support.server import RunningServer, running_server
 
+SERVER = (sys.executable, "-m", "bucketplan_server")
 A, B = small_request(), small_request(num_params=6)
 
 
@@ -232,6 +239,53 @@ class TestDoctor:
         monkeypatch.setenv("BUCKETPLAN_CACHE", str(tmp_path / "file" / "cache"))
         checks = {check["name"]: check for check in call_json(server, "doctor", status=1)["checks"]}
         assert "cannot be written" in checks["cache"]["found"]
+
+    def test_disk_that_takes_empty_files_only(self, tmp_path):
+        """A limit of the kernel on the size of files stands for a full disk; both let files be made."""
+        run = "from bucketplan_client.cli.main import main; main()"
+        command = [sys.executable, "-c", run, "--server", "http://127.0.0.1:9"]
+        done = subprocess.run(
+            ["bash", "-c", 'ulimit -f 0; exec "$@"', "bash", *command, "--timeout", "1", "doctor", "--json"],
+            env={**os.environ, "BUCKETPLAN_CACHE": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            check=False,
+        )
+        checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+        assert "cannot be written" in checks["cache"]["found"]
+        assert list((tmp_path / "cache").iterdir()) == []
+
+    @pytest.mark.parametrize(
+        ("granted", "ok"),
+        [
+            (["--role", "rank"], True),
+            (["--role", "rank", "--namespace", "teama"], True),
+            (["--role", "rank", "--namespace", "teamb"], False),
+            (["--role", "auditor"], False),
+        ],
+        ids=["rank", "rank of the job's namespace", "rank of another", "auditor"],
+    )
+    def test_token_that_reads_plans_but_opens_no_attempt_of_the_job(self, tmp_path, monkeypatch, granted, ok):
+        monkeypatch.setenv("BUCKETPLAN_JOB", "teama~llama")
+        with running_server(tmp_path, require_tokens=True) as guarded:
+            made = subprocess.run(
+                [*SERVER, "token", "create", "mine", *granted, "--database", guarded.database],
+                capture_output=True,
+                check=True,
+                text=True,
+            )
+            monkeypatch.setenv("BUCKETPLAN_TOKEN", made.stdout.split()[-1])
+            until = time.monotonic() + 30.0
+            with PlanClient(guarded.url) as client:
+                while time.monotonic() < until:  # a running server knows it within a second
+                    with contextlib.suppress(AccessRefused):
+                        client.known_plan("0" * 64)
+                        break
+            found = call(guarded, "doctor", "--json", status=0 if ok else 1)
+        checks = {check["name"]: check for check in json.loads(found)["checks"]}
+        assert checks["token"]["ok"]
+        assert checks["job"]["ok"] is ok
+        assert "teama~llama" in checks["job"]["found"]
+        assert ok or checks["job"]["remedy"]
 
 
 class TestExplaining:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from pathlib import Path
+from urllib.parse import quote
 
 from bucketplan_client.answers import Answer
 from bucketplan_client.arguments import BadArgument
@@ -16,12 +18,15 @@ from bucketplan_client.environment import DISABLE_VARIABLE, disabled_by_environm
 from bucketplan_client.errors import BadAddress, BadToken, ClientError, ServerRefused
 from bucketplan_client.lean_httpx import httpx
 from bucketplan_client.transport import JSON, PlanClient
+from bucketplan_core.attempt import MAX_RANK
 from bucketplan_core.request import CAPTURE_VERSION, SCHEMA_VERSION
 from bucketplan_core.wire import WireValue
 
 __all__ = ["Check", "examine"]
 
 _MOST_CLOCK_SKEW_S = 30.0
+_PROBE_BYTES = 2**16
+"""As large as the plan of a large model."""
 _GROUP_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 
 
@@ -74,6 +79,8 @@ def _server(client: PlanClient) -> list[Check]:
     checks.append(Check(name="server", ok=True, found=f"{client.address} is ready"))
     checks += _clock(ready, before, after)
     checks.append(_token(client))
+    if checks[-1].ok:
+        checks.append(_opening(client))
     checks += _versions(ready.body)
     return checks
 
@@ -123,6 +130,23 @@ def _token(client: PlanClient) -> Check:
     except ClientError as error:
         return Check(name="token", ok=False, found=error.message, remedy=error.remedy)
     return Check(name="token", ok=True, found="this caller may read plans")
+
+
+def _opening(client: PlanClient) -> Check:
+    """Whether this caller may open attempts of the job that the environment names; nothing is opened or stored."""
+    try:
+        job = job_from_environment()
+    except BadArgument as error:
+        return Check(name="job", ok=False, found=error.message, remedy=error.remedy)
+    try:
+        # No reports for an attempt that nobody has: 404 says that the call itself was allowed, as an opening would be.
+        client.post(f"/v1/jobs/{quote(job, safe='')}/attempts/{MAX_RANK}/reports", {"reports": []})
+    except ServerRefused as error:
+        if error.problem.slug != "unknown-attempt":
+            return Check(name="job", ok=False, found=f"job {job!r}: {error.problem}", remedy=error.remedy)
+    except ClientError as error:
+        return Check(name="job", ok=False, found=error.message, remedy=error.remedy)
+    return Check(name="job", ok=True, found=f"this caller may open attempts of job {job!r}")
 
 
 def _versions(ready: WireValue) -> list[Check]:
@@ -175,17 +199,25 @@ def _host() -> list[Check]:
 
 def _cache() -> Check:
     folder = default_cache_folder()
+    if folder == Path(os.devnull):
+        return Check(name="cache", ok=True, found=f"switched off: BUCKETPLAN_CACHE is {folder}")
     probe = folder / f".doctor-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"")
-        probe.unlink()
+        try:
+            with probe.open("wb") as file:
+                # A full disk takes files that hold nothing, and may say so only when it has to write.
+                file.write(os.urandom(_PROBE_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            probe.unlink(missing_ok=True)
     except OSError as error:
         return Check(
             name="cache",
             ok=False,
             found=f"{folder} cannot be written: {error}",
-            remedy="Set BUCKETPLAN_CACHE to a folder on a local disk that this user may write",
+            remedy="Set BUCKETPLAN_CACHE to a folder on a local disk with space that this user may write",
         )
     return Check(name="cache", ok=True, found=str(folder))
 
