@@ -38,6 +38,7 @@ from bucketplan_client.evidence import Evidence, abort_process
 from bucketplan_client.fallback import DEFAULT_DEADLINE_S, AttemptPlans
 from bucketplan_client.jitter import uniform
 from bucketplan_client.membership import GroupLike, is_distributed, this_rank
+from bucketplan_client.opened_epochs import load_epoch, read_opened, remember, verify_overrides
 from bucketplan_client.opening_arguments import (
     is_rank,
     read_groups,
@@ -71,8 +72,6 @@ from bucketplan_core.attempt import OPEN_SLOT, AttemptRequest, RankReport
 from bucketplan_core.collectives import Options
 from bucketplan_core.epoch import Epoch
 from bucketplan_core.errors import BucketplanError, DecodeError, SchemaVersionError, describe_ranks
-from bucketplan_core.fields import Fields
-from bucketplan_core.plan import Plan
 from bucketplan_core.request import CAPTURE_VERSION, SCHEMA_VERSION
 from bucketplan_core.wire import WireValue, digest_of, pack
 
@@ -83,7 +82,6 @@ __all__ = ["Attempt", "open_attempt"]
 
 _LOG = logging.getLogger(__name__)
 
-_MAX_OVERRIDES = 10_000
 _SERVER_SLACK_S = 0.5
 """How long after its deadline a call to the server may still end by itself, with the error that says more."""
 _LEAST_CALL_S = 5.0
@@ -136,7 +134,6 @@ class Attempt:
             at_server = ServerAttempt(
                 client,
                 job=job,
-                key=outcome.nonce,
                 number=opened.attempt,
                 epoch=opened.epoch,
                 store=self.store,
@@ -399,7 +396,7 @@ def open_attempt(
             outcome.reason, remedy=outcome.remedy, where=where, missing=outcome.missing, odd=outcome.odd
         )
     if cache is not None and outcome.opened is not None:
-        _remember(cache, outcome.opened)
+        remember(cache, outcome.opened)
     attempt = Attempt(
         job=job,
         rank=rank,
@@ -487,7 +484,7 @@ def _perform(
                 where=where,
             )
         case LoadEpoch(epoch_id):
-            return _load_epoch(cache, job, epoch_id)
+            return load_epoch(cache, job, epoch_id)
         case Sleep(most_s):
             time.sleep(uniform(0.0, most_s))
             return None
@@ -528,59 +525,6 @@ def ask_server(client: PlanClient | None, job: str, request: AttemptRequest, *, 
         raise CorruptAnswer(str(error), num_tries=answer.num_tries, where=where) from error
 
 
-def read_opened(tree: WireValue) -> Opened:
-    """The server's answer to an opening; raises `DecodeError` where a part is not what its digest says.
-
-    Keys that a later release may have added beside the epoch are left alone: what counts is hashed or verified.
-    """
-    fields = Fields(tree, "opened")
-    epoch = Epoch.from_wire(fields.raw("epoch"), "opened.epoch")
-    epoch_id = fields.digest("epoch_id")
-    if epoch_id != epoch.id:
-        raise DecodeError("opened.epoch_id", epoch_id, f"the epoch hashes to {epoch.id}")
-    overrides: dict[str, bytes] = {}
-    for index, value in enumerate(fields.array("overrides", limit=_MAX_OVERRIDES)):
-        entry = Fields(value, f"opened.overrides[{index}]")
-        signature, plan = entry.digest("signature"), entry.raw("plan")
-        if not isinstance(plan, bytes):
-            raise DecodeError(f"opened.overrides[{index}].plan", plan, "must be bytes")
-        overrides[signature] = plan
-    opened = Opened(epoch=epoch, overrides=overrides, attempt=fields.integer("attempt", low=1))
-    _verify_overrides(opened)
-    return opened
-
-
-def _verify_overrides(opened: Opened) -> None:
-    for override in opened.epoch.overrides:
-        encoded = opened.overrides.get(override.signature)
-        if encoded is None:
-            raise DecodeError("opened.overrides", override.signature, "the epoch overrides it, but its plan is missing")
-        plan = Plan.decode(encoded, expected_signature=override.signature)
-        if plan.digest != override.digest:
-            raise DecodeError("opened.overrides", plan.digest, f"the epoch promises plan {override.digest}")
-
-
-def _load_epoch(cache: PlanCache | None, job: str, epoch_id: str) -> Opened | None:
-    """An epoch from the cache, only with every plan that it overrides: nobody could give those otherwise."""
-    epoch = cache.epoch(job, epoch_id) if cache is not None else None
-    if cache is None or epoch is None:
-        return None
-    overrides: dict[str, bytes] = {}
-    for override in epoch.overrides:
-        plan = cache.plan(override.signature, epoch)
-        if plan is None:
-            return None
-        overrides[override.signature] = plan.encoded
-    return Opened(epoch=epoch, overrides=overrides)
-
-
-def _remember(cache: PlanCache, opened: Opened) -> None:
-    for override in opened.epoch.overrides:
-        plan = Plan.decode(opened.overrides[override.signature], expected_signature=override.signature)
-        cache.keep(plan, opened.epoch)
-    cache.keep_epoch(opened.epoch)
-
-
 def _verify(outcome: Outcome, setup: Setup) -> None:
     """Whether this rank can do what was decided: it may have come late, restarted, with another release."""
     if outcome.kind != "abort" and outcome.participants != setup.hello.participants:
@@ -597,7 +541,7 @@ def _verify(outcome: Outcome, setup: Setup) -> None:
     if odd is not None:
         held, given = epoch.options.to_wire().get(odd), setup.hello.options[odd]
         raise DecodeError(f"epoch.options.{odd}", held, f"this rank was configured with {given!r}")
-    _verify_overrides(outcome.opened)
+    verify_overrides(outcome.opened)
 
 
 def _host() -> str:

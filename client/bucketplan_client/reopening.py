@@ -36,15 +36,14 @@ _ASKED, _AGAIN = "asked", "opened-again"
 class ServerAttempt:
     """One attempt as the server knows it: its `number` there, which opening it again may change.
 
-    `key` is that of its first opening, `epoch` what its ranks hold, `store` the attempt's part of the job's store.
+    `epoch` is what its ranks hold, `store` the attempt's part of the job's store.
     """
 
     def __init__(
-        self, client: PlanClient, *, job: str, key: str, number: int, epoch: Epoch, store: JobStore, num_ranks: int
+        self, client: PlanClient, *, job: str, number: int, epoch: Epoch, store: JobStore, num_ranks: int
     ) -> None:
         self._client = client
         self._job = job
-        self._key = key
         self._number = number
         self._epoch = epoch
         self._store = store
@@ -105,7 +104,6 @@ class ServerAttempt:
         answer = self._client.post(
             f"/v1/jobs/{quote(self._job, safe='')}/attempts",
             self._request().to_wire(),
-            key=self._key,
             deadline_s=max(0.0, until - time.monotonic()),
         )
         try:

@@ -28,7 +28,8 @@ from bucketplan_client.errors import (
     ServerRefused,
     Where,
 )
-from bucketplan_client.opening import Attempt, open_attempt, read_opened
+from bucketplan_client.opened_epochs import read_opened
+from bucketplan_client.opening import Attempt, open_attempt
 from bucketplan_client.opening_protocol import Hello, Opened, Outcome
 from bucketplan_client.passes import FsdpBucketingPass, LocalPlans
 from bucketplan_client.store import JobStore, drive
