@@ -492,6 +492,9 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Listener
 
     def _serve(self) -> None:
+        if not self.server.plan_server.available:
+            self.close_connection = True  # nobody answers, as near to a refused connection as a listening socket comes
+            return
         body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
         answer = self.server.plan_server.answer(self.command, self.path, dict(self.headers), body)
         self.send_response(answer.status)

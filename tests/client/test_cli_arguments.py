@@ -18,6 +18,7 @@ from bucketplan_client.cli.output import Command
 from bucketplan_client.environment import job_from_environment, token_from_environment
 from bucketplan_client.errors import BadAddress, BadToken
 from bucketplan_client.transport import PlanClient
+from bucketplan_core.presets import GroupShape, MeasuredProfile, resolve_preset
 
 SIGNATURE = "a" * 64
 NOBODY = ("--server", "http://127.0.0.1:9", "--timeout", "0.1")
@@ -173,3 +174,26 @@ class TestFiles:
             error = error_of(*NOBODY, "calibrate", "--store", "x", "--from", path)
             assert path in error["message"]
             assert "no regular file" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--output", "/nonexistent/folder/x.json"], "--output"),
+        (["--plot", "/nonexistent/folder/x.png"], "--plot"),
+        (["--min-bytes", "4096", "--max-bytes", "8192"], "--max-bytes"),
+    ],
+)
+def test_calibration_that_could_not_end_well_is_not_begun(arguments, named):
+    result = CliRunner().invoke(app, ["calibrate", "--name", "x", *arguments, "--json"])
+    assert result.exit_code == 2
+    assert named in json.loads(result.stdout)["error"]["message"]
+
+
+def test_measurement_of_any_name_is_kept_in_one_file_here(tmp_path, monkeypatch):
+    from bucketplan_client.cli.calibrate import _keep
+
+    monkeypatch.chdir(tmp_path)
+    figures = resolve_preset("gloo-loopback", {"measured": GroupShape(2, 1)})
+    profile = MeasuredProfile(name="we/ird", shape=GroupShape(2, 1), backend="gloo", device="cpu", figures=figures)
+    assert _keep(profile).resolve().parent == tmp_path

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from bucketplan_client.errors import ServerUnreachable
+from bucketplan_client.errors import ServerError, ServerUnreachable
 from bucketplan_client.testing import InMemoryPlanServer
 from bucketplan_client.transport import PlanClient
 from bucketplan_core import make_plan
@@ -30,6 +30,15 @@ def test_the_readmes_test_passes_as_it_is_written():
 def test_what_the_readme_names_is_there(name):
     assert f"`{name}" in SECTION
     assert hasattr(InMemoryPlanServer(), name)
+
+
+def test_a_server_that_is_not_available_answers_nobody_on_its_socket():
+    server = InMemoryPlanServer(available=False)
+    with server.listening() as address, PlanClient(address, deadline_s=0.2) as client:
+        with pytest.raises(ServerError):
+            client.known_plan("0" * 64)
+        server.available = True
+        assert client.known_plan("0" * 64) is None
 
 
 def test_over_a_socket_it_answers_what_it_answers_in_memory():

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 
@@ -51,6 +52,11 @@ def calibrate(
     torchrun ... --no-python bucketplan calibrate --name NAME.
     """
     own_name = _name_of(name, store, measured)
+    for option, path in (("--output", output), ("--plot", plot)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise typer.BadParameter(f"there is no folder {path.parent}", param_hint=option)
+    if max_bytes < 16 * min_bytes:
+        raise typer.BadParameter(f"{max_bytes} is less than 16 times --min-bytes {min_bytes}", param_hint="--max-bytes")
     if measured is not None:
         profile = replace(_read(context, measured), name=own_name)
         _store(context, profile, reason, kept=measured)
@@ -117,7 +123,7 @@ def _store(context: typer.Context, profile: MeasuredProfile, reason: str, *, kep
     stored: dict[str, Any] | None = None
     try:
         with failing_well(context), context.obj.connect() as client, working("storing the profile"):
-            answer = client.put(f"/v1/profiles/{profile.name}", body)
+            answer = client.put(f"/v1/profiles/{quote(profile.name, safe='')}", body)
             stored = checked(answer, STORED_PROFILE, where=client.where)
     finally:
         if stored is None:
@@ -129,7 +135,7 @@ def _store(context: typer.Context, profile: MeasuredProfile, reason: str, *, kep
 
 
 def _keep(profile: MeasuredProfile) -> Path:
-    path = Path(f"{profile.name}.profile.json")
+    path = Path(f"{quote(profile.name, safe='')}.profile.json")
     path.write_bytes(to_json(profile.to_wire(), indent=2) + b"\n")
     return path
 
