@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import ParamSpec, TypeVar
 
-__all__ = ["ANSWER_BYTES", "DECODED_BYTES", "HASHED_BYTES", "READ_REPORTS", "SORTED_REPORTS", "beside"]
+__all__ = ["ANSWER_BYTES", "DECODED_BYTES", "HASHED_BYTES", "READ_REPORTS", "SORTED_REPORTS", "beside", "beside_now"]
 
 HASHED_BYTES = 2**20
 """Bytes hashed on the loop (hashlib lets the loop go on while a thread hashes)."""
@@ -28,8 +30,18 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+_THREADS = ThreadPoolExecutor(2, thread_name_prefix="beside")
+"""Threads share one interpreter: more are no faster, and each lengthens the loop's wait for its turn."""
+
+
 async def beside(is_large: bool, work: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-    """What `work` answers or raises: from a thread where it is large, at once where it is not."""
+    """What `work` answers or raises: from a thread where it is large, two at once, at once where it is not."""
     if is_large:
-        return await asyncio.to_thread(work, *arguments, **options)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(_THREADS, partial(work, *arguments, **options))
     return work(*arguments, **options)
+
+
+async def beside_now(is_large: bool, work: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    """As `beside`, for work inside a transaction, which others wait for: it waits for no other work."""
+    return await asyncio.to_thread(work, *arguments, **options) if is_large else work(*arguments, **options)

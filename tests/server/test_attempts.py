@@ -16,6 +16,7 @@ from bucketplan_server.store.arrivals import (
     MAX_MEMBER_LISTS,
     MAX_REPORT_BYTES_PER_RANK,
     MAX_REPORTS_PER_RANK,
+    encode_reports,
     sort_arrivals,
 )
 from bucketplan_server.store.events import Cause
@@ -435,11 +436,11 @@ class TestLimitsOfARank:
 
     def test_bytes(self):
         long = [RankReport(rank=0, slot="joint", ordinal=o, skipped=["x" * 2**20]) for o in range(17)]
-        found = sort_arrivals({}, [*long, RankReport(rank=1, slot="joint")])
+        found = sort_arrivals({}, encode_reports([*long, RankReport(rank=1, slot="joint")]))
         assert [refused is None for refused in found.refused] == [True] * 15 + [False] * 2 + [True]
         assert found.refused[15].fields == {"limit": MAX_REPORT_BYTES_PER_RANK, "rank": 0}
         known = {(each.rank, each.slot, each.ordinal): encoded for each, encoded in found.new}
-        again = sort_arrivals(known, [long[0], long[15]])
+        again = sort_arrivals(known, encode_reports([long[0], long[15]]))
         assert [refused is None for refused in again.refused] == [True, False]
 
     def test_a_report_that_differs_is_named_by_its_place(self, client):

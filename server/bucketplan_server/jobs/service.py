@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import structlog
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 
 from bucketplan_core.attempt import AttemptRequest, RankReport
 from bucketplan_core.collectives import Options
@@ -19,6 +18,7 @@ from bucketplan_core.planners import find_planner
 from bucketplan_core.presets import GroupShape, resolve_measured
 from bucketplan_core.wire import WireValue, unpack
 from bucketplan_server.access.principal import bare_job, namespace_of
+from bucketplan_server.jobs.batches import ReportBatches
 from bucketplan_server.jobs.divergence import Divergences
 from bucketplan_server.jobs.state import Verdict
 from bucketplan_server.jobs.states import States
@@ -28,7 +28,6 @@ from bucketplan_server.problems import Problem, refuse
 from bucketplan_server.recent import Recent
 from bucketplan_server.service import PlanService
 from bucketplan_server.settings import Settings
-from bucketplan_server.store.arrivals import RefusedReport
 from bucketplan_server.store.engine import Store, StoreError
 from bucketplan_server.store.events import Cause
 from bucketplan_server.store.hardware import load_profile
@@ -40,7 +39,6 @@ from bucketplan_server.store.jobs import (
     open_attempt,
     opened_before,
     prune_reports,
-    store_reports,
 )
 from bucketplan_server.store.plans import PlanRow
 
@@ -64,17 +62,6 @@ class Opened:
     created: bool
 
 
-_Call = tuple[Sequence[RankReport], asyncio.Future[None]]
-"""Reports that came together, and who waits for them."""
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Reports of one attempt and one caller that wait for the next transaction."""
-
-    calls: list[_Call] = field(default_factory=list)
-
-
 class JobService:
     """Attempts of jobs. Every method raises `Problem` for what a caller must be told."""
 
@@ -94,10 +81,8 @@ class JobService:
             store, stall_ns=int(settings.stall_seconds * _NS), refresh_seconds=settings.refresh_seconds
         )
         self._attempts: Recent[Key, Attempt] = Recent(_KEPT_ATTEMPTS)
-        self._batches: dict[tuple[str, int, Cause], _Batch] = {}
-        self._writing = asyncio.Lock()
-        self._flushes: set[asyncio.Task[None]] = set()
         self._expected: Recent[Key, frozenset[int]] = Recent(_KEPT_PARTICIPANTS)
+        self._batches = ReportBatches(store, plans, self._stored)
         self._divergences = Divergences(store, metrics)
         self._log = structlog.get_logger("bucketplan_server")
 
@@ -166,6 +151,10 @@ class JobService:
         self._store.errors += 1
         self._log.error("reports.damaged", job=job, attempt=attempt, detail=reason)
 
+    def refuse_more_reports(self) -> None:
+        """Raises ``busy`` where too many wait to be stored, before another body is read for nothing."""
+        self._batches.refuse_beyond()
+
     async def report(self, job: str, attempt: int, reports: Sequence[RankReport], cause: Cause) -> None:
         """Store reports; those of many ranks that come at once share a transaction. Repeating one changes nothing."""
         expected = self._expected.get((job, attempt))
@@ -181,17 +170,7 @@ class JobService:
                     f"{job!r} was opened; nothing of this call is stored",
                     fields={"path": f"body.reports[{index}].rank", "value": one.rank},
                 )
-        key = (job, attempt, cause)
-        loop = asyncio.get_running_loop()
-        batch = self._batches.get(key)
-        if batch is None:
-            batch = self._batches[key] = _Batch()
-            flush = loop.create_task(self._flush(key))
-            self._flushes.add(flush)
-            flush.add_done_callback(self._flushes.discard)
-        done: asyncio.Future[None] = loop.create_future()
-        batch.calls.append((reports, done))
-        await done
+        await self._batches.take(job, attempt, reports, cause)
 
     async def attempt(self, job: str, attempt: int) -> Attempt:
         """An attempt as it was opened; it never changes, so those asked for last are kept."""
@@ -256,50 +235,12 @@ class JobService:
         except StoreError as error:
             raise self._plans.store_unavailable(error) from None
 
-    async def _flush(self, key: tuple[str, int, Cause]) -> None:
-        # While one transaction is written, the reports that arrive meanwhile gather for the next.
-        job, attempt, cause = key
-        async with self._writing:
-            calls = self._batches.pop(key).calls
-            try:
-                await self._store_calls(job, attempt, calls, cause)
-            except Exception as error:
-                if len(calls) == 1 or not _is_about_values(error):
-                    _fail(calls, self._told(error))
-                    return
-                # What cannot be stored is one caller's; the others get their own transactions.
-                for call in calls:
-                    try:
-                        await self._store_calls(job, attempt, [call], cause)
-                    except Exception as alone:
-                        _fail([call], self._told(alone))
-            except BaseException as error:
-                _fail(calls, error)
-                raise
-
-    async def _store_calls(self, job: str, attempt: int, calls: Sequence[_Call], cause: Cause) -> None:
-        """Store the reports of these calls in one transaction and answer each; what this raises answers none."""
-        reports = [report for call, _ in calls for report in call]
-        new, refusals = await store_reports(self._store, job, attempt, reports, cause)
-        start = 0
-        for call, done in calls:
-            problem = _first_refusal(refusals[start : start + len(call)])
-            start += len(call)
-            if done.done():
-                continue
-            if problem is None:
-                done.set_result(None)
-            else:
-                done.set_exception(problem)
-        self._metrics.tallies["bucketplan_reports_total", ""] += new
+    def _stored(self, job: str, attempt: int, taken: Sequence[RankReport], num_new: int) -> None:
+        self._metrics.tallies["bucketplan_reports_total", ""] += num_new
         # Repeated ones too: the server that stored them may have ended before it looked at them.
-        taken = (report for report, refused in zip(reports, refusals, strict=True) if refused is None)
         self._divergences.watch(job, attempt, taken)
-        if new:
+        if num_new:
             self.watchers.changed((job, attempt))
-
-    def _told(self, error: Exception) -> Exception:
-        return self._plans.store_unavailable(error) if isinstance(error, StoreError) else error
 
     async def _with_figures(self, request: AttemptRequest) -> Mapping[str, WireValue]:
         """The leader's options with the figures of the stored profiles that it names; raises ``unknown-profile``."""
@@ -339,26 +280,3 @@ class JobService:
 
 def _conflict(conflict: Conflict) -> Problem:
     return Problem("conflict", str(conflict), fields={"path": conflict.path})
-
-
-def _first_refusal(refusals: Sequence[RefusedReport | None]) -> Problem | None:
-    """What the sender of these reports is told: of the first that was refused; the others are stored."""
-    for index, refused in enumerate(refusals):
-        if refused is not None:
-            path = f"body.reports[{index}].{refused.path}".rstrip(".")
-            return Problem("conflict", f"{path}: {refused.detail}", fields={**refused.fields, "path": path})
-    return None
-
-
-def _is_about_values(error: Exception) -> bool:
-    """Whether the store could not take what it was given, rather than being away: another call may fare better."""
-    if not isinstance(error, StoreError):
-        return True
-    cause = error.__cause__
-    return isinstance(cause, DBAPIError) and not isinstance(cause, OperationalError | InterfaceError)
-
-
-def _fail(calls: Sequence[_Call], error: BaseException) -> None:
-    for _, done in calls:
-        if not done.done():
-            done.set_exception(error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from bucketplan_core.attempt import RankReport
 from bucketplan_core.wire import WireValue, pack, unpack
@@ -17,9 +18,11 @@ __all__ = [
     "MAX_MEMBER_LISTS",
     "MAX_REPORTS_PER_RANK",
     "MAX_REPORT_BYTES_PER_RANK",
+    "Arrival",
     "Name",
     "RefusedReport",
     "Sorted",
+    "encode_reports",
     "sort_arrivals",
 ]
 
@@ -35,6 +38,13 @@ Name = tuple[int, str, int]
 """Rank, slot and ordinal of a report."""
 
 
+class Arrival(NamedTuple):
+    """A report that arrived, with its canonical bytes, which are what is stored."""
+
+    report: RankReport
+    encoded: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class RefusedReport:
     """A report that is not stored; `path` is relative to it, `fields` go into the problem that its sender gets."""
@@ -46,13 +56,18 @@ class RefusedReport:
 
 @dataclass(frozen=True, slots=True)
 class Sorted:
-    """`new` are reports to be stored with their encodings; `refused` has an item a report, None where it is taken."""
+    """`new` are reports to be stored; `refused` has an item a report, None where it is taken."""
 
-    new: list[tuple[RankReport, bytes]] = field(default_factory=list)
+    new: list[Arrival] = field(default_factory=list)
     refused: list[RefusedReport | None] = field(default_factory=list)
 
 
-def sort_arrivals(known: Mapping[Name, bytes], arrived: Sequence[RankReport]) -> Sorted:
+def encode_reports(reports: Sequence[RankReport]) -> list[Arrival]:
+    """Raises `DecodeError` for a text that has no UTF-8."""
+    return [Arrival(report, pack(report.to_wire())) for report in reports]
+
+
+def sort_arrivals(known: Mapping[Name, bytes], arrived: Sequence[Arrival]) -> Sorted:
     """Sort `arrived` in their order; `known` is everything that their ranks have stored in the attempt.
 
     A repeated report is always taken. Above `MAX_REPORTS_PER_RANK`, `MAX_REPORT_BYTES_PER_RANK` or
@@ -65,8 +80,9 @@ def sort_arrivals(known: Mapping[Name, bytes], arrived: Sequence[RankReport]) ->
         sizes[rank] += len(encoded)
     lists = _MemberLists(known)
     found = Sorted()
-    for report in arrived:
-        name, encoded = (report.rank, report.slot, report.ordinal), pack(report.to_wire())
+    for arrival in arrived:
+        report, encoded = arrival
+        name = (report.rank, report.slot, report.ordinal)
         before = held.get(name)
         refused = None
         if before is None:
@@ -84,7 +100,7 @@ def sort_arrivals(known: Mapping[Name, bytes], arrived: Sequence[RankReport]) ->
             counts[report.rank] += 1
             sizes[report.rank] += len(encoded)
             lists.add(report)
-            found.new.append((report, encoded))
+            found.new.append(arrival)
     return found
 
 

@@ -13,10 +13,10 @@ from bucketplan_core.attempt import OPEN_SLOT, AttemptRequest, RankReport
 from bucketplan_core.epoch import Epoch
 from bucketplan_core.errors import BucketplanError
 from bucketplan_core.fields import Fields
-from bucketplan_core.wire import digest_of, pack, unpack
+from bucketplan_core.wire import WireValue, digest_of, pack, unpack
 from bucketplan_server.access.principal import SEPARATOR
-from bucketplan_server.beside import SORTED_REPORTS, beside
-from bucketplan_server.store.arrivals import RefusedReport, sort_arrivals
+from bucketplan_server.beside import SORTED_REPORTS, beside_now
+from bucketplan_server.store.arrivals import Arrival, RefusedReport, sort_arrivals
 from bucketplan_server.store.engine import Store
 from bucketplan_server.store.events import Cause, append_event
 from bucketplan_server.store.plans import ACTIVE_PLANS, IS_OVERRIDE, PLANNER_REVISION, insert_or_ignore
@@ -250,7 +250,7 @@ async def load_attempts(store: Store, job: str, *, before: int | None, limit: in
 
 
 async def store_reports(
-    store: Store, job: str, attempt: int, arrived: Sequence[RankReport], cause: Cause
+    store: Store, job: str, attempt: int, arrived: Sequence[Arrival], cause: Cause
 ) -> tuple[int, list[RefusedReport | None]]:
     """Store what is new of these reports, in one transaction with one event.
 
@@ -258,42 +258,41 @@ async def store_reports(
     """
     now = time.time_ns()
     async with store.write() as connection:
-        known = await _known_reports(connection, job, attempt, {report.rank for report in arrived})
-        found = await beside(len(known) + len(arrived) > SORTED_REPORTS, sort_arrivals, known, arrived)
+        known = await _known_reports(connection, job, attempt, {arrival.report.rank for arrival in arrived})
+        found = await beside_now(len(known) + len(arrived) > SORTED_REPORTS, sort_arrivals, known, arrived)
         if found.new:
-            await _insert_reports(connection, job, attempt, found.new, cause, now)
+            rows, listed = await beside_now(len(found.new) > SORTED_REPORTS, _rows, job, attempt, found.new, now)
+            # In parts: the loop prepares the parameters of a statement, and others wait for it meanwhile.
+            for start in range(0, len(rows), _REPORTS_PER_QUERY):
+                await connection.execute(insert(reports), rows[start : start + _REPORTS_PER_QUERY])
+            for signature in sorted({report.signature for report, _ in found.new if report.signature is not None}):
+                named = insert_or_ignore(connection, job_signatures).values(job=job, signature=signature)
+                await connection.execute(named)
+            body: dict[str, WireValue] = {"attempt": attempt, "reports": listed}
+            await append_event(connection, "reports.received", cause, at_ns=now, job=job, body=body)
     return len(found.new), found.refused
 
 
-async def _insert_reports(
-    connection: AsyncConnection,
-    job: str,
-    attempt: int,
-    new: Sequence[tuple[RankReport, bytes]],
-    cause: Cause,
-    now_ns: int,
-) -> None:
-    rows = [
-        {
-            "job": job,
-            "attempt": attempt,
-            "rank": report.rank,
-            "slot": report.slot,
-            "ordinal": report.ordinal,
-            "report": encoded,
-            "received_ns": now_ns,
-        }
-        for report, encoded in new
-    ]
-    await connection.execute(insert(reports), rows)
-    for signature in sorted({report.signature for report, _ in new if report.signature is not None}):
-        await connection.execute(insert_or_ignore(connection, job_signatures).values(job=job, signature=signature))
-    listed: list[list[str | int]] = [
-        [report.rank, report.slot, report.ordinal, digest_of(encoded)] for report, encoded in new
-    ]
-    await append_event(
-        connection, "reports.received", cause, at_ns=now_ns, job=job, body={"attempt": attempt, "reports": listed}
-    )
+def _rows(
+    job: str, attempt: int, new: Sequence[Arrival], now_ns: int
+) -> tuple[list[dict[str, str | int | bytes]], list[WireValue]]:
+    """The rows of reports, and how their event names them."""
+    rows: list[dict[str, str | int | bytes]] = []
+    listed: list[WireValue] = []
+    for report, encoded in new:
+        rows.append(
+            {
+                "job": job,
+                "attempt": attempt,
+                "rank": report.rank,
+                "slot": report.slot,
+                "ordinal": report.ordinal,
+                "report": encoded,
+                "received_ns": now_ns,
+            }
+        )
+        listed.append([report.rank, report.slot, report.ordinal, digest_of(encoded)])
+    return rows, listed
 
 
 async def prune_reports(
@@ -346,11 +345,12 @@ async def prune_reports(
 async def _known_reports(
     connection: AsyncConnection, job: str, attempt: int, ranks: set[int]
 ) -> dict[tuple[int, str, int], bytes]:
+    name = (reports.c.rank, reports.c.slot, reports.c.ordinal)
+    query = select(*name, reports.c.report).where(reports.c.job == job, reports.c.attempt == attempt)
     known: dict[tuple[int, str, int], bytes] = {}
     for part in _parts(ranks):
-        query = select(reports).where(reports.c.job == job, reports.c.attempt == attempt, reports.c.rank.in_(part))
-        for row in (await connection.execute(query)).mappings():
-            known[row["rank"], row["slot"], row["ordinal"]] = row["report"]
+        rows = await connection.execute(query.where(reports.c.rank.in_(part)))
+        known.update(((rank, slot, ordinal), report) for rank, slot, ordinal, report in rows)
     return known
 
 

@@ -229,6 +229,7 @@ async def get_attempt(
 )
 async def post_reports(request: Request, state: State, caller: Caller, job: Job, attempt: Number) -> Response:
     encoding = wanted_encoding(request, default=body_encoding(request.headers.get("content-type")))
+    state.jobs.refuse_more_reports()
     fields = await read_document(request)
     try:
         listed = fields.array("reports", limit=_MAX_REPORTS)
