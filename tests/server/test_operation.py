@@ -14,7 +14,7 @@ import httpx
 from bucketplan_core.attempt import RankReport
 from bucketplan_core.wire import unpack
 from bucketplan_server.store.engine import open_store
-from bucketplan_server.store.jobs import prune_reports
+from bucketplan_server.store.retention import prune_reports
 from tests.server.test_attempts import open_attempt, report, status
 from tests.server.test_audit import check
 from tests.server.test_revisions import known, plan, send

@@ -18,7 +18,7 @@ from bucketplan_core.attempt import RankReport
 from bucketplan_core.wire import unpack
 from bucketplan_server import audit
 from bucketplan_server.store.engine import WRITER_LOCK, open_store
-from bucketplan_server.store.jobs import prune_reports
+from bucketplan_server.store.retention import prune_reports
 from tests.server.test_attempts import open_attempt, report
 from tests.server.test_audit import activations, check
 from tests.server.test_revisions import known, plan, send

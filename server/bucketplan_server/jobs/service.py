@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,9 +37,9 @@ from bucketplan_server.store.jobs import (
     load_attempts,
     open_attempt,
     opened_before,
-    prune_reports,
 )
 from bucketplan_server.store.plans import PlanRow
+from bucketplan_server.store.retention import prune_reports
 
 __all__ = ["PRUNE_EVERY_SECONDS", "JobService", "Opened"]
 

@@ -6,12 +6,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from sqlalchemy import ColumnElement, LargeBinary, RowMapping, Select, delete, func, insert, or_, select, tuple_
+from sqlalchemy import ColumnElement, LargeBinary, RowMapping, Select, func, insert, or_, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from bucketplan_core.attempt import OPEN_SLOT, AttemptRequest, RankReport
+from bucketplan_core.attempt import AttemptRequest
 from bucketplan_core.epoch import Epoch
-from bucketplan_core.errors import BucketplanError
 from bucketplan_core.fields import Fields
 from bucketplan_core.wire import WireValue, digest_of, pack, unpack
 from bucketplan_server.access.principal import SEPARATOR
@@ -23,6 +22,7 @@ from bucketplan_server.store.plans import ACTIVE_PLANS, IS_OVERRIDE, PLANNER_REV
 from bucketplan_server.store.tables import active, attempts, epochs, events, job_signatures, reports, revisions
 
 __all__ = [
+    "PRUNED",
     "Attempt",
     "Conflict",
     "Pruned",
@@ -39,7 +39,6 @@ __all__ = [
     "of_namespace",
     "open_attempt",
     "opened_before",
-    "prune_reports",
     "ranks_that_reported",
     "reported_in",
     "store_reports",
@@ -48,7 +47,8 @@ __all__ = [
 _RANKS_PER_QUERY = 200
 _RANKS_PER_LOOK = 1_000
 _REPORTS_PER_QUERY = 500
-_PRUNED = "reports.pruned"
+PRUNED = "reports.pruned"
+"""Kind of the events that say what retention deleted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,53 +295,6 @@ def _rows(
     return rows, listed
 
 
-async def prune_reports(
-    store: Store, before_ns: int, *, kept: Callable[[str, int, str], None] = lambda _job, _attempt, _reason: None
-) -> int:
-    """Delete reports of graphs of attempts that got none since `before_ns`, an event an attempt; answers how many.
-
-    What a job has reported stays known by signature, and so do openings: neither an epoch nor who opened changes. An
-    attempt with a report that cannot be read keeps all of them; `kept` is told job, attempt and why.
-    """
-    graphs = reports.c.slot != OPEN_SLOT
-    old = (
-        select(reports.c.job, reports.c.attempt)
-        .where(graphs)
-        .group_by(reports.c.job, reports.c.attempt)
-        .having(func.max(reports.c.received_ns) < before_ns)
-        .order_by(reports.c.job, reports.c.attempt)
-        .limit(1)
-    )
-    total = 0
-    while True:
-        # One attempt a transaction, so that ranks that report meanwhile never wait for long.
-        async with store.write() as connection:
-            found = (await connection.execute(old)).first()
-            if found is None:
-                return total
-            # What was looked at is not looked at again, so that a damaged attempt does not hold up the others.
-            same_job = (reports.c.job == found.job) & (reports.c.attempt > found.attempt)
-            old = old.where(or_(reports.c.job > found.job, same_job))
-            here = (reports.c.job == found.job) & (reports.c.attempt == found.attempt) & graphs
-            rows = [row.report for row in await connection.execute(select(reports.c.report).where(here))]
-            try:
-                read = [RankReport.read(Fields(unpack(row), "report")) for row in rows]
-            except (BucketplanError, TypeError) as error:
-                kept(found.job, found.attempt, str(error))
-                continue
-            await connection.execute(delete(reports).where(here))
-            signatures = sorted({report.signature for report in read if report.signature is not None})
-            await append_event(
-                connection,
-                _PRUNED,
-                Cause("server", f"older than {before_ns} ns since 1970 (BUCKETPLAN_REPORT_RETENTION_DAYS)"),
-                at_ns=time.time_ns(),
-                job=found.job,
-                body={"attempt": found.attempt, "num_reports": len(rows), "signatures": list(signatures)},
-            )
-            total += len(rows)
-
-
 async def _known_reports(
     connection: AsyncConnection, job: str, attempt: int, ranks: set[int]
 ) -> dict[tuple[int, str, int], bytes]:
@@ -374,7 +327,7 @@ async def load_pruned(store: Store, job: str, attempt: int) -> Pruned | None:
     start = start[: start.index(b"num_reports")]
     query = (
         select(events.c.at_ns, events.c.body)
-        .where(events.c.job == job, events.c.kind == _PRUNED)
+        .where(events.c.job == job, events.c.kind == PRUNED)
         .where(func.substr(events.c.body, 1, len(start), type_=LargeBinary) == start)
         .order_by(events.c.seq)
     )
