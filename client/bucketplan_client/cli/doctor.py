@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from pathlib import Path
 from urllib.parse import quote
 
 from bucketplan_client.answers import Answer
@@ -25,8 +24,8 @@ from bucketplan_core.wire import WireValue
 __all__ = ["Check", "examine"]
 
 _MOST_CLOCK_SKEW_S = 30.0
-_PROBE_BYTES = 2**16
-"""As large as the plan of a large model."""
+_PROBE_BYTES = 64 * 2**10
+"""More than a file system keeps beside its blocks: an empty file can still be made where no block is left."""
 _GROUP_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 
 
@@ -78,9 +77,7 @@ def _server(client: PlanClient) -> list[Check]:
         return [*checks, Check(name="server", ok=False, found=error.message, remedy=error.remedy)]
     checks.append(Check(name="server", ok=True, found=f"{client.address} is ready"))
     checks += _clock(ready, before, after)
-    checks.append(_token(client))
-    if checks[-1].ok:
-        checks.append(_opening(client))
+    checks += _access(client)
     checks += _versions(ready.body)
     return checks
 
@@ -121,32 +118,77 @@ def _clock(answer: Answer, before: float, after: float) -> list[Check]:
     ]
 
 
-def _token(client: PlanClient) -> Check:
+def _access(client: PlanClient) -> list[Check]:
+    """Whether this caller may do what a rank does, for the job that the environment names; nothing is stored."""
     try:
         # A signature that nobody has: 404 says that the call itself was allowed.
         client.known_plan("0" * 64)
-    except ServerRefused as error:
-        return Check(name="token", ok=False, found=str(error.problem), remedy=error.remedy)
     except ClientError as error:
-        return Check(name="token", ok=False, found=error.message, remedy=error.remedy)
-    return Check(name="token", ok=True, found="this caller may read plans")
-
-
-def _opening(client: PlanClient) -> Check:
-    """Whether this caller may open attempts of the job that the environment names; nothing is opened or stored."""
+        return [_refused("token", error)]
+    checks = []
     try:
         job = job_from_environment()
     except BadArgument as error:
-        return Check(name="job", ok=False, found=error.message, remedy=error.remedy)
+        job = ""
+        checks.append(Check(name="job", ok=False, found=error.message, remedy=error.remedy))
     try:
-        # No reports for an attempt that nobody has: 404 says that the call itself was allowed, as an opening would be.
-        client.post(f"/v1/jobs/{quote(job, safe='')}/attempts/{MAX_RANK}/reports", {"reports": []})
+        # No reports, of an attempt that no job has: whoever may report is told that there is none.
+        client.post(f"/v1/jobs/{quote(job or 'doctor', safe='')}/attempts/{MAX_RANK}/reports", {"reports": []})
+        stored: object = None
     except ServerRefused as error:
-        if error.problem.slug != "unknown-attempt":
-            return Check(name="job", ok=False, found=f"job {job!r}: {error.problem}", remedy=error.remedy)
+        problem = error.problem
+        if "needs" in problem.extra:
+            held, name = problem.extra.get("role"), problem.extra.get("token")
+            return [
+                *checks,
+                Check(
+                    name="token",
+                    ok=False,
+                    found=f"token {name!r} has the role {held!r}, with which no attempt can be opened",
+                    remedy="Ranks need a token of the role 'rank': bucketplan-server token create NAME --role rank",
+                ),
+            ]
+        if problem.slug == "invalid-parameter" or (problem.slug == "forbidden" and problem.extra.get("path") == "job"):
+            refused = Check(name="job", ok=False, found=problem.detail, remedy=_JOB_REMEDIES[problem.status == 403])
+            return [_role(client), *checks, refused]
+        if problem.slug != "unknown-attempt":
+            return [*checks, _refused("token", error)]
+        stored = problem.extra.get("job")
     except ClientError as error:
-        return Check(name="job", ok=False, found=error.message, remedy=error.remedy)
-    return Check(name="job", ok=True, found=f"this caller may open attempts of job {job!r}")
+        return [*checks, _refused("token", error)]
+    if job:
+        namespace, scoped, _ = str(stored or "").rpartition("~")
+        where = f", in namespace {namespace!r}" if scoped else ""
+        checks.append(Check(name="job", ok=True, found=f"{job!r}{where}; this caller may open and report its attempts"))
+    return [_role(client), *checks]
+
+
+_JOB_REMEDIES = {
+    False: "Name the job with letters, digits and ._:- (BUCKETPLAN_JOB)",
+    True: "Use a token of the job's namespace, or name the job without one (BUCKETPLAN_JOB)",
+}
+
+
+def _role(client: PlanClient) -> Check:
+    """What the token of a caller who may do what ranks do allows beyond that."""
+    try:
+        client.get("/v1/profiles", accept=JSON)
+    except ServerRefused as error:
+        extra = error.problem.extra
+        if "needs" in extra:
+            return Check(
+                name="token", ok=True, found=f"token {extra.get('token')!r} has the role {extra.get('role')!r}"
+            )
+        return _refused("token", error)
+    except ClientError as error:
+        return _refused("token", error)
+    found = "this caller is an operator, or the server needs no tokens; ranks need no more than the role 'rank'"
+    return Check(name="token", ok=True, found=found)
+
+
+def _refused(name: str, error: ClientError) -> Check:
+    found = str(error.problem) if isinstance(error, ServerRefused) else error.message
+    return Check(name=name, ok=False, found=found, remedy=error.remedy)
 
 
 def _versions(ready: WireValue) -> list[Check]:
@@ -199,15 +241,12 @@ def _host() -> list[Check]:
 
 def _cache() -> Check:
     folder = default_cache_folder()
-    if folder == Path(os.devnull):
-        return Check(name="cache", ok=True, found=f"switched off: BUCKETPLAN_CACHE is {folder}")
     probe = folder / f".doctor-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             with probe.open("wb") as file:
-                # A full disk takes files that hold nothing, and may say so only when it has to write.
-                file.write(os.urandom(_PROBE_BYTES))
+                file.write(b"\0" * _PROBE_BYTES)
                 file.flush()
                 os.fsync(file.fileno())
         finally:
@@ -217,7 +256,7 @@ def _cache() -> Check:
             name="cache",
             ok=False,
             found=f"{folder} cannot be written: {error}",
-            remedy="Set BUCKETPLAN_CACHE to a folder on a local disk with space that this user may write",
+            remedy="Set BUCKETPLAN_CACHE to a folder on a local disk with room that this user may write",
         )
     return Check(name="cache", ok=True, found=str(folder))
 
