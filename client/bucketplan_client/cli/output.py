@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any, NoReturn
 
@@ -33,6 +35,7 @@ __all__ = [
     "EXIT_CODES",
     "EXIT_CORRUPT",
     "EXIT_NEGATIVE",
+    "EXIT_OUTPUT",
     "EXIT_REFUSED",
     "EXIT_UNREACHABLE",
     "EXIT_USAGE",
@@ -55,11 +58,12 @@ EXIT_USAGE = 2
 EXIT_UNREACHABLE = 3
 EXIT_REFUSED = 4
 EXIT_CORRUPT = 5
+EXIT_OUTPUT = 6
 
 EXIT_CODES = """Exit status: 0 done; 1 the answer is no (plans differ, verification failed, doctor found something, an
-attempt diverged or its opening stalled); 2 wrong usage; 3 the server could not be reached in time; 4 it refused; 5 its
-answer failed verification. With --json every error is {"error": {"type", "exit_status", "message", ...}} on stdout,
-wrong usage too."""
+attempt diverged or its opening stalled); 2 wrong usage; 3 the server could not be reached in time; 4 it refused; 5
+its answer failed verification; 6 the answer could not be written to stdout. With --json every error is {"error":
+{"type", "exit_status", "message", ...}} on stdout, wrong usage too."""
 
 _MOST_DIGITS = 100
 """Leading zeros among them."""
@@ -67,20 +71,41 @@ _MOST_DIGITS = 100
 # The library whose errors these are stands inside Typer and has no public name there.
 _USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 
+
 # Names come from users' models and jobs: they are text, never markup.
-_out = Console(markup=False, highlight=False, soft_wrap=True)
+class _OutputFailed(Exception):
+    """Who reads stdout has gone; as an OSError Click would end it with the status of a no."""
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise _OutputFailed
+
+
+_out = _Console(markup=False, highlight=False, soft_wrap=True)
 _err = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
 
 
 def print_json(document: Any) -> None:
     """Print `document` as indented JSON with sorted keys; characters that are not printable are escaped."""
     lines = to_json(document, indent=2).decode("utf-8").split("\n")
-    sys.stdout.writelines(f"{line if line.isprintable() else _json_escaped(line)}\n" for line in lines)
+    try:
+        sys.stdout.writelines(f"{line if _is_shown(line) else _json_escaped(line)}\n" for line in lines)
+    except BrokenPipeError:
+        raise _OutputFailed from None
+
+
+def _is_shown(line: str) -> bool:
+    try:
+        line.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return line.isprintable()
 
 
 def _json_escaped(line: str) -> str:
-    """The same JSON without characters that a terminal obeys, such as U+009B, which JSON allows as they are."""
-    return "".join(c if c.isprintable() else re.sub("(....)", r"\\u\1", c.encode("utf-16-be").hex()) for c in line)
+    """The same JSON without what stdout cannot encode or a terminal obeys, such as U+009B."""
+    return "".join(c if _is_shown(c) else re.sub("(....)", r"\\u\1", c.encode("utf-16-be").hex()) for c in line)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str) -> None:
@@ -164,6 +189,18 @@ def _refuse_what_cannot_be_sent(context: Any) -> None:
                 raise typer.BadParameter(f"{value} is above {MAX_INT}", ctx=context, param=parameter)
 
 
+def _refuse_output(reason: str | None) -> NoReturn:
+    """End with the status of an answer not written; in silence where the reader wants no more, as `head` does."""
+    if sys.stderr is not None and reason is not None:
+        with suppress(OSError):
+            sys.stderr.write(f"error: the answer could not be written to stdout: {reason}\n")
+    if sys.stdout is not None:
+        # What is left in its buffer would be tried again, and complained of, when Python ends.
+        with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    sys.exit(EXIT_OUTPUT)
+
+
 class Command(TyperCommand):
     """A command whose arguments are all such that a request can hold them."""
 
@@ -181,7 +218,31 @@ class JsonErrors(TyperGroup):
         _refuse_what_cannot_be_sent(ctx)
         return left
 
-    def main(
+    def main(self, *args: Any, **named: Any) -> Any:
+        """Run it; what stdout does not take ends with one line on stderr, and escaped what its encoding lacks."""
+        if not named.get("standalone_mode", True):
+            return self._main(*args, **named)
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
+        if sys.stdout is None:
+            _refuse_output("it is closed")
+        ended: SystemExit | None = None
+        try:
+            try:
+                self._main(*args, **named)
+            except SystemExit as status:
+                ended = status
+            sys.stdout.flush()
+        except (BrokenPipeError, _OutputFailed):
+            _refuse_output(None)
+        except OSError as error:
+            _refuse_output(error.strerror or str(error))
+        if ended is None:
+            return None
+        raise ended
+
+    def _main(
         self,
         args: Sequence[str] | None = None,
         prog_name: str | None = None,
