@@ -345,6 +345,9 @@ class TestCalibrate:
             ((), "name the profile with --name"),
             (("--name", "a", "--store", "b"), "cannot be stored as 'b'"),
             (("--from", "profile.json"), "say under which name with --store"),
+            (("--store", "we/ird", *SMALL), "'we/ird' is no name of a profile"),
+            (("--name", "a", *SMALL, "--output", "/nonexistent/x.json"), "/nonexistent/x.json cannot be written"),
+            (("--name", "a", "--ranks", "2", "--max-bytes", "8192"), "must be at least 16 times --min-bytes 4096"),
             (("--store", "a", "--from", "missing.json"), "missing.json is no measured profile"),
         ],
     )
@@ -352,6 +355,19 @@ class TestCalibrate:
         result = CliRunner().invoke(app, ["calibrate", *arguments])
         assert result.exit_code == 2
         assert said in " ".join(result.output.replace("│", " ").split())
+
+    def test_a_job_of_torchrun_answers_in_json_too(self, tmp_path):
+        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+        command = [*run, sys.executable, "-c", "from bucketplan_client.cli.main import main; main()", "calibrate"]
+        done = subprocess.run(
+            [*command, "--name", "both", *SMALL[2:], "--json"],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+        )
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["name"] == "both"
 
 
 class TestForm:

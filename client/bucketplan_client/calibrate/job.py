@@ -132,7 +132,11 @@ def run_job(plan: CalibrationPlan, *, output: Path | None, plot: Path | None, ti
             return []
         lines = report_lines(profile, fits)
         if output is not None:
-            output.write_bytes(to_json(profile.to_wire(), indent=2) + b"\n")
+            document = to_json(profile.to_wire(), indent=2)
+            try:
+                output.write_bytes(document + b"\n")
+            except OSError as error:
+                raise RuntimeError(f"{output} cannot be written: {error}; it is:\n{document.decode()}") from error
             lines += ["", f"profile written to {output}"]
         if plot is not None:
             save_plot(fits, plot)

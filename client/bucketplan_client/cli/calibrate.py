@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,6 +28,9 @@ __all__ = ["calibrate"]
 
 _MAX_PROFILE_BYTES = 2**20
 """A profile holds a few protocols of each collective and group: some kilobytes."""
+_STORABLE = re.compile("[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
+_LEAST_SPAN = 16
+"""Sizes double from the smallest to the largest, and a fit needs some of them."""
 
 
 def calibrate(
@@ -63,6 +69,7 @@ def calibrate(
         if as_json:
             print_json(profile.to_wire())
         return
+    _refuse_what_would_lose_it(min_bytes, max_bytes, {"--output": output, "--plot": plot})
     given: dict[str, object] = {"name": own_name, "min-bytes": min_bytes, "max-bytes": max_bytes, "repeats": repeats}
     given |= {"matrix-size": matrix_size} | ({} if plot is None else {"plot": plot})
     with tempfile.TemporaryDirectory() as folder:
@@ -70,9 +77,13 @@ def calibrate(
         if "RANK" in os.environ:
             from bucketplan_client.calibrate.__main__ import main as run_rank
 
-            status = run_rank(_flags({**given, "output": path} if output is not None or store is not None else given))
+            kept = output is not None or store is not None or as_json
+            with contextlib.redirect_stdout(io.StringIO()) if as_json else contextlib.nullcontext():
+                status = run_rank(_flags({**given, "output": path} if kept else given))
             if status or os.environ["RANK"] != "0":
                 raise typer.Exit(status)
+            if as_json:
+                print_json(from_json(path.read_bytes()))
         else:
             report = _run_job(context, ranks, {**given, "output": path})
             if as_json:
@@ -91,10 +102,28 @@ def _name_of(name: str | None, store: str | None, measured: Path | None) -> str:
         raise typer.BadParameter(
             f"the profile is named {name!r}, it cannot be stored as {store!r}", param_hint="--store"
         )
+    if store is not None and _STORABLE.fullmatch(store) is None:
+        raise typer.BadParameter(
+            f"{store!r} is no name of a profile: a letter or digit, then up to 199 more of these and of ._:-",
+            param_hint="--store",
+        )
     found = name if name is not None else store
     if found is None:
         raise typer.BadParameter("name the profile with --name, or with --store to store it", param_hint="--name")
     return found
+
+
+def _refuse_what_would_lose_it(min_bytes: int, max_bytes: int, paths: Mapping[str, Path | None]) -> None:
+    """Raise wrong usage for what the job would find out when it has begun, or has measured."""
+    if max_bytes < _LEAST_SPAN * min_bytes:
+        raise typer.BadParameter(
+            f"{max_bytes} must be at least {_LEAST_SPAN} times --min-bytes {min_bytes}", param_hint="--max-bytes"
+        )
+    for option, path in paths.items():
+        if path is None:
+            continue
+        if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise typer.BadParameter(f"{path} cannot be written: is its folder there?", param_hint=option)
 
 
 def _run_job(context: typer.Context, ranks: int, given: Mapping[str, object]) -> str:
@@ -127,10 +156,12 @@ def _store(context: typer.Context, profile: MeasuredProfile, reason: str, *, kep
             stored = checked(answer, STORED_PROFILE, where=client.where)
     finally:
         if stored is None:
-            path = kept if kept is not None else _keep(profile)
-            sys.stderr.write(
-                f"the profile is in {path}; store it with: bucketplan calibrate --store {profile.name} --from {path}\n"
-            )
+            try:
+                path = kept if kept is not None else _keep(profile)
+                said = f"in {path}; store it with: bucketplan calibrate --store {profile.name} --from {path}"
+            except OSError as error:
+                said = f"in no file ({error}), so here it is:\n{to_json(profile.to_wire()).decode()}"
+            sys.stderr.write(f"the profile is {said}\n")
     sys.stderr.write(f"stored as {profile.name}, version {stored['version']}, digest {stored['digest']}\n")
 
 
