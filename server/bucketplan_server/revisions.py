@@ -106,10 +106,10 @@ class RevisionService:
     async def served(self, signature: str, revision: int | None) -> Served:
         """One revision, the active one where None, digests checked."""
         if revision is None:
-            entry = await self._plans.find(signature)
-            if entry is None:
+            found = await self._plans.find(signature)
+            if found is None:
                 raise unknown_signature(signature)
-            return await self._plans.under(entry, None)
+            return await self._plans.under(found.entry, None)
         if 1 <= revision <= await self.last(signature):
             return await self._plans.numbered(signature, revision)
         raise _unknown_revision(signature, revision)

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import structlog
 
@@ -32,7 +33,7 @@ from bucketplan_server.store.plans import (
     store_planned,
 )
 
-__all__ = ["Pending", "PlanService", "unknown_signature"]
+__all__ = ["Found", "Pending", "PlanService", "unknown_signature"]
 
 
 class Pending(Exception):
@@ -41,6 +42,13 @@ class Pending(Exception):
     def __init__(self, signature: str) -> None:
         self.signature = signature
         super().__init__(f"{signature} is being planned")
+
+
+class Found(NamedTuple):
+    """A plan, and where it was: ``memory`` or ``store``, None where it was planned while the caller waited."""
+
+    entry: Entry
+    source: str | None
 
 
 class PlanService:
@@ -70,35 +78,42 @@ class PlanService:
         metrics.read_from("bucketplan_memory_plans", lambda: len(self.memory))
         metrics.read_from("bucketplan_memory_bytes", lambda: self.memory.size_bytes)
 
-    async def find(self, signature: str, *, wait_seconds: float = 0.0) -> Entry | None:
+    async def find(self, signature: str, *, wait_seconds: float = 0.0) -> Found | None:
         """What is stored for `signature`, None if nothing is.
 
         A signature that is being planned is waited for, up to the setting; with `wait_seconds` one that nobody posted
         yet, too. Raises `Pending` when planning goes on after that, and ``busy`` in place of waiting for a post while
         the server stops.
         """
-        entry = await self._known(signature)
-        if entry is not None:
-            return entry
+        found = await self._known(signature)
+        if found is not None:
+            return found
         limit = self._settings.plan_wait_seconds
         if signature not in self._flights and wait_seconds > 0:
             began = time.monotonic()
             await self._arrival(signature, min(wait_seconds, limit))
             limit = max(0.0, limit - (time.monotonic() - began))
             # Another replica may have planned it meanwhile, of which nobody tells this one.
-            entry = None if signature in self._flights else await self._known(signature)
-            if entry is not None:
-                return entry
+            found = None if signature in self._flights else await self._known(signature)
+            if found is not None:
+                return found
         flight = self._flights.get(signature)
         if flight is not None:
-            return (await self._join(signature, flight, limit))[0]
+            return Found((await self._join(signature, flight, limit))[0], None)
         entry = self.memory.get(signature)
-        if entry is None:
+        if entry is not None:
+            return Found(entry, None)
+        if wait_seconds > 0 and self.stopping:
+            # Not as unknown: the caller did not get the time that it wanted to wait, and others can give it.
+            raise self._stops()
+        return None
+
+    def count_answer(self, found: Found | None) -> None:
+        """Count the answer to a caller who asked for a plan: a hit with it, a miss where none is stored."""
+        if found is None:
             self._metrics.count("bucketplan_plan_misses_total")
-            if wait_seconds > 0 and self.stopping:
-                # Not as unknown: the caller did not get the time that it wanted to wait, and others can give it.
-                raise self._stops()
-        return entry
+        elif found.source is not None:
+            self._metrics.count("bucketplan_plan_hits_total", found.source)
 
     async def post(
         self,
@@ -109,7 +124,7 @@ class PlanService:
         *,
         wait_seconds: float | None = None,
         handed_over: Callable[[], None] = lambda: None,
-    ) -> tuple[Entry, bool]:
+    ) -> tuple[Found, bool]:
         """The plan of a request: the stored one, or one that is planned now, once for everybody who asks.
 
         `request` must hash to `signature`. A profile is read only where the signature is new: the first one is bound
@@ -119,9 +134,9 @@ class PlanService:
         actual = await beside(len(request) > HASHED_BYTES, _sha256, request)
         if actual != signature:
             raise refuse(SignatureMismatch(claimed=signature, actual=actual)).problem()
-        entry = await self._known(signature)
-        if entry is not None:
-            return entry, False
+        found = await self._known(signature)
+        if found is not None:
+            return found, False
         flight = self._flights.get(signature)
         mine = flight is None
         if flight is None:
@@ -138,7 +153,7 @@ class PlanService:
         handed_over()
         limit = self._settings.plan_wait_seconds if wait_seconds is None else wait_seconds
         entry, stored = await self._join(signature, flight, limit)
-        return entry, mine and stored
+        return Found(entry, None), mine and stored
 
     async def epoch(self, epoch: str, *, namespace: str | None = None) -> Epoch | None:
         """The epoch of this id, None if no attempt, of a job of `namespace` where given, was opened under it."""
@@ -260,20 +275,17 @@ class PlanService:
         if self._flights:
             await asyncio.wait(list(self._flights.values()), timeout=self._settings.store_timeout_seconds)
 
-    async def _known(self, signature: str) -> Entry | None:
+    async def _known(self, signature: str) -> Found | None:
         entry = self.memory.get(signature)
         if entry is not None:
-            self._metrics.count("bucketplan_plan_hits_total", "memory")
-            return entry
+            return Found(entry, "memory")
         load = self._loads.get(signature)
         if load is None:
             load = asyncio.create_task(self._load(signature))
             self._loads[signature] = load
             load.add_done_callback(lambda done: self._loaded(signature, done))
         entry = await asyncio.shield(load)
-        if entry is not None:
-            self._metrics.count("bucketplan_plan_hits_total", "store")
-        return entry
+        return None if entry is None else Found(entry, "store")
 
     def _loaded(self, signature: str, load: asyncio.Task[Entry | None]) -> None:
         if self._loads.get(signature) is load:

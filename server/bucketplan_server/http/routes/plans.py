@@ -19,10 +19,9 @@ from bucketplan_server.http.negotiation import Encoding, body_encoding
 from bucketplan_server.http.parameters import Signature
 from bucketplan_server.http.state import State, cause_of
 from bucketplan_server.http.waiting import while_connected
-from bucketplan_server.memory import Entry
 from bucketplan_server.planner.planned import Canonical
 from bucketplan_server.problems import Problem
-from bucketplan_server.service import Pending, unknown_signature
+from bucketplan_server.service import Found, Pending, unknown_signature
 
 __all__ = ["router"]
 
@@ -77,12 +76,15 @@ async def get_plan(
 ) -> Response:
     encoding = wanted_encoding(request)
     try:
-        entry = await while_connected(request, state.plans.find(signature, wait_seconds=wait))
+        found = await while_connected(request, state.plans.find(signature, wait_seconds=wait))
     except Pending:
         return _pending(signature, encoding, state)
-    if entry is None:
+    served = None
+    if found is not None:
+        served = await state.plans.under(found.entry, _epoch(request), namespace=caller.namespace)
+    state.plans.count_answer(found)
+    if served is None:
         raise unknown_signature(signature)
-    served = await state.plans.under(entry, _epoch(request), namespace=caller.namespace)
     return await plan_answer(request, served, encoding)
 
 
@@ -124,14 +126,15 @@ async def post_plan(request: Request, state: State, caller: Caller) -> Response:
     sent = body_encoding(request.headers.get("content-type"))
     encoding = wanted_encoding(request, default=sent)
     try:
-        entry, created = await _posted(request, state, sent)
+        found, created = await _posted(request, state, sent)
     except Pending as pending:
         return _pending(pending.signature, encoding, state)
-    served = await state.plans.under(entry, _epoch(request), namespace=caller.namespace)
+    served = await state.plans.under(found.entry, _epoch(request), namespace=caller.namespace)
+    state.plans.count_answer(found)
     return await plan_answer(request, served, encoding, status=201 if created else 200)
 
 
-async def _posted(request: Request, state: State, sent: Encoding) -> tuple[Entry, bool]:
+async def _posted(request: Request, state: State, sent: Encoding) -> tuple[Found, bool]:
     """As `PlanService.post`; nothing here holds the body while it waits for the plan."""
     data = await read_body(request)
     began = time.monotonic()
