@@ -136,7 +136,7 @@ class TestStoppedHost:
             open_attempt(
                 None,
                 groups={"fsdp": (0, 1)},
-                job="llama",
+                job="stopped",
                 store=base,
                 rank=1,
                 deadline_s=0.5,
