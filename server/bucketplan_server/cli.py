@@ -174,7 +174,7 @@ def verify(
 
 def _read_head(text: str) -> tuple[int, str]:
     number, _, digest = text.partition(":")
-    if not number.isdecimal() or len(digest) != 64:
+    if not number.isdecimal() or len(number) > 19 or len(digest) != 64:
         _fail(f"--expect-head: {text!r} is not NUMBER:DIGEST as verify prints it", EXIT_USAGE)
     return int(number), digest
 

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bucketplan_core.fields import escaped
+from bucketplan_core.wire import MAX_INT
 from bucketplan_server.access.inbox import Command, Inbox, NotTaken
 from bucketplan_server.access.principal import NAMESPACE_PATTERN, ROLES
 from bucketplan_server.access.tokens import Token, hash_token, new_token
@@ -169,14 +170,22 @@ def _read_expiry(text: str) -> int:
     now = time.time_ns()
     found = _DURATION.fullmatch(text)
     if found is not None:
-        return now + int(found[1]) * _UNIT_SECONDS[found[2]] * 10**9
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        raise TokenError(f"--expires: {text!r} is no duration (90d, 12h) and no moment (2027-01-31T12:00)") from None
-    at = int(moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()) * 10**9
+        at = now + int(found[1]) * _UNIT_SECONDS[found[2]] * 10**9
+    else:
+        try:
+            moment = datetime.fromisoformat(text)
+        except ValueError:
+            raise TokenError(
+                f"--expires: {text!r} is no duration (90d, 12h) and no moment (2027-01-31T12:00)"
+            ) from None
+        at = int(moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()) * 10**9
     if at <= now:
-        raise TokenError(f"--expires: {text} is in the past")
+        raise TokenError(f"--expires: {text} is in the past; name a moment after now, and before the year 2262")
+    if at > MAX_INT:
+        raise TokenError(
+            f"--expires: {text} is beyond the year 2262, where nanoseconds end; "
+            f"name an earlier moment, or leave it out for a token that never expires"
+        )
     return at
 
 

@@ -242,6 +242,10 @@ class TestTokens:
             ({"namespace": "x~y"}, "namespace 'x~y'"),
             ({"expires": "soon"}, "--expires: 'soon'"),
             ({"expires": "2001-01-01"}, "in the past"),
+            ({"expires": "0s"}, "in the past"),
+            ({"expires": "999999w"}, "beyond the year 2262"),
+            ({"expires": "2262-04-12"}, "beyond the year 2262"),
+            ({"expires": "9999-12-31T23:59-23:59"}, "beyond the year 2262"),
         ],
     )
     def test_what_cannot_be_made_is_named(self, tmp_path, arguments, said):

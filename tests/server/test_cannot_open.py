@@ -245,3 +245,10 @@ class TestPostgres:
     def test_the_address_may_say_sslmode_as_pg_dump_reads_it(self, postgres):
         address = postgres.new_database().replace("?", "?sslmode=disable&")
         assert address in done("migrate", "--database", address)
+
+
+@pytest.mark.parametrize("head", ["9" * 5_000 + ":" + "a" * 64, "9" * 20 + ":" + "a" * 64, "1:a", "-1:" + "a" * 64])
+def test_a_head_that_no_log_can_have_is_named(tmp_path, head):
+    done("migrate", "--database", tmp_path / "db")
+    said = refused("verify", "--database", tmp_path / "db", "--expect-head", head, status=2)
+    assert said.startswith("--expect-head: ")
