@@ -31,6 +31,7 @@ __all__ = ["TokenError", "app", "create", "list_tokens", "print_tokens", "revoke
 app = typer.Typer(
     name="token", help="Tokens: who may call, in what role and namespace.", no_args_is_help=True, add_completion=False
 )
+_UNBROKEN_COLUMNS = 10_000
 _RESERVED = frozenset(("anonymous", "nobody", "server"))
 _DURATION = re.compile(r"([0-9]{1,6})([smhdw])")
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
@@ -117,7 +118,9 @@ def print_tokens(tokens: list[Token], *, as_json: bool) -> None:
             "never" if token.expires_ns is None else _moment(token.expires_ns),
         )
         table.add_row(*(Text(escaped(value)) for value in row))
-    Console().print(table)
+    console = Console()
+    # A program that reads the table finds every name on one line.
+    console.print(table, width=None if console.is_terminal else _UNBROKEN_COLUMNS)
 
 
 def _send(settings: Settings, command: Command) -> None:

@@ -101,9 +101,11 @@ def test_the_two_sides_reach_two_replicas(tmp_path, postgres):
         ]
         with ThreadPoolExecutor(8) as threads:
             list(threads.map(lambda call: say(call[0], "apart", call[1]), calls))
+        deadline = time.monotonic() + 60
+        while (found := {line["rank"] // 2 for line in logged(one) + logged(two)}) != set(range(NUM_GROUPS)):
+            assert time.monotonic() < deadline, f"only {sorted(found)} are told"
+            time.sleep(0.01)
         counted(one, two, least=NUM_GROUPS)
-        found = {line["rank"] // 2 for line in logged(one) + logged(two)}
-        assert found == set(range(NUM_GROUPS))
 
 
 @pytest.fixture
