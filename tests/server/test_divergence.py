@@ -151,6 +151,33 @@ def test_what_agrees_is_not_counted_and_the_store_is_asked_once_a_group(tmp_path
     assert (count_of(database, reports(2, "12")), asked) == (1, [1, 1])
 
 
+def test_graphs_that_come_at_once_are_asked_for_one_after_the_other(tmp_path, monkeypatch):
+    reading: list[int] = []
+    most = 0
+    inner = Divergences._stored
+
+    async def watched(self, groups):
+        nonlocal most
+        reading.append(1)
+        most = max(most, len(reading))
+        try:
+            return await inner(self, groups)
+        finally:
+            reading.pop()
+
+    monkeypatch.setattr(Divergences, "_stored", watched)
+    with in_process([str(tmp_path / "store.db")]) as servers:
+        jobs = servers.states[0].jobs
+
+        async def scenario() -> None:
+            await jobs.open("many", AttemptRequest(key="a", participants={}), CAUSE)
+            await jobs.report("many", 1, [compiled(0, "1", slot=f"graph {number}") for number in range(50)], CAUSE)
+            await asyncio.gather(*jobs._divergences._tasks)
+
+        servers.run(scenario())
+    assert most == 1
+
+
 def test_other_lists_of_members_are_other_groups(tmp_path):
     reports = [compiled(0, "1", (0, 1, 2)), compiled(1, "2"), compiled(2, "1", (2, 1, 0))]
     assert count_of(str(tmp_path / "store.db"), reports) == 0

@@ -49,6 +49,8 @@ class Divergences:
         self._agreed: Recent[_Group, str] = Recent(_KEPT_GROUPS)
         self._asking: dict[_Group, list[RankReport]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        # A fleet names hundreds of graphs at once, and whoever stores waits for the same connection.
+        self._turn = asyncio.Lock()
         self._log = structlog.get_logger("bucketplan_server")
 
     def watch(self, job: str, attempt: int, reports: Iterable[RankReport]) -> None:
@@ -75,7 +77,8 @@ class Divergences:
     async def _ask(self, groups: Sequence[_Group]) -> None:
         """Compare what waits for these groups, of one graph, with what the store has of them."""
         try:
-            stored = await self._stored(groups)
+            async with self._turn:
+                stored = await self._stored(groups)
         except (StoreError, DecodeError) as error:
             # Among each other they are compared; the next report of the group asks again.
             self._log.warning("store.failed", detail=str(error))
