@@ -58,18 +58,13 @@ def calibrate(
     torchrun ... --no-python bucketplan calibrate --name NAME.
     """
     own_name = _name_of(name, store, measured)
-    for option, path in (("--output", output), ("--plot", plot)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise typer.BadParameter(f"there is no folder {path.parent}", param_hint=option)
-    if max_bytes < 16 * min_bytes:
-        raise typer.BadParameter(f"{max_bytes} is less than 16 times --min-bytes {min_bytes}", param_hint="--max-bytes")
+    _refuse_what_would_lose_it(min_bytes, max_bytes, {"--output": output, "--plot": plot})
     if measured is not None:
         profile = replace(_read(context, measured), name=own_name)
         _store(context, profile, reason, kept=measured)
         if as_json:
             print_json(profile.to_wire())
         return
-    _refuse_what_would_lose_it(min_bytes, max_bytes, {"--output": output, "--plot": plot})
     given: dict[str, object] = {"name": own_name, "min-bytes": min_bytes, "max-bytes": max_bytes, "repeats": repeats}
     given |= {"matrix-size": matrix_size} | ({} if plot is None else {"plot": plot})
     with tempfile.TemporaryDirectory() as folder:
@@ -117,13 +112,15 @@ def _refuse_what_would_lose_it(min_bytes: int, max_bytes: int, paths: Mapping[st
     """Raise wrong usage for what the job would find out when it has begun, or has measured."""
     if max_bytes < _LEAST_SPAN * min_bytes:
         raise typer.BadParameter(
-            f"{max_bytes} must be at least {_LEAST_SPAN} times --min-bytes {min_bytes}", param_hint="--max-bytes"
+            f"{max_bytes} is less than {_LEAST_SPAN} times --min-bytes {min_bytes}", param_hint="--max-bytes"
         )
     for option, path in paths.items():
         if path is None:
             continue
-        if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise typer.BadParameter(f"{path} cannot be written: is its folder there?", param_hint=option)
+        if not path.absolute().parent.is_dir():
+            raise typer.BadParameter(f"there is no folder {path.parent}", param_hint=option)
+        if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+            raise typer.BadParameter(f"{path} cannot be written", param_hint=option)
 
 
 def _run_job(context: typer.Context, ranks: int, given: Mapping[str, object]) -> str:
