@@ -12,6 +12,7 @@ import pytest
 
 from bucketplan_core.attempt import AttemptRequest, RankReport
 from bucketplan_server.jobs.divergence import Divergences
+from bucketplan_server.jobs.status import attempt_status
 from bucketplan_server.store.events import Cause
 from tests.server.test_attempts import open_attempt, report
 from tests.support.inprocess import in_process
@@ -178,6 +179,34 @@ def test_graphs_that_come_at_once_are_asked_for_one_after_the_other(tmp_path, mo
     assert most == 1
 
 
-def test_other_lists_of_members_are_other_groups(tmp_path):
-    reports = [compiled(0, "1", (0, 1, 2)), compiled(1, "2"), compiled(2, "1", (2, 1, 0))]
+def test_other_members_are_other_groups(tmp_path):
+    reports = [compiled(0, "1", (0, 1, 2)), compiled(1, "2"), compiled(2, "1", (0, 1, 2))]
     assert count_of(str(tmp_path / "store.db"), reports) == 0
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        compiled(1, "1", (1, 0)),
+        RankReport(rank=1, slot="joint", members={"fsdp": (0, 1)}, signature="3" * 64),
+        RankReport(rank=1, slot="joint", members={"fsdp": (0, 1)}),
+    ],
+    ids=["order of members", "signature", "neither"],
+)
+def test_what_the_state_calls_diverged_is_counted(tmp_path, odd):
+    reports = [compiled(0, "1"), odd]
+    assert count_of(str(tmp_path / "store.db"), reports) == 1
+    assert slot_states(reports) == {"diverged"}
+
+
+def test_ranks_of_a_role_without_collectives_are_compared_by_signature(tmp_path):
+    silent = [RankReport(rank=rank, slot="joint", members={"fsdp": (0, 1)}, signature="3" * 64) for rank in (0, 1)]
+    assert count_of(str(tmp_path / "store.db"), silent) == 0
+    assert slot_states(silent) == {"agreed"}
+
+
+def slot_states(reports: list[RankReport]) -> set[str]:
+    status = attempt_status(
+        {"fsdp": ((0, 1),)}, reports, pruned=None, opened_ns=0, now_ns=1, stall_ns=9, difference=lambda *_: None
+    )
+    return {slot["state"] for group in status["groups"] for slot in group["slots"]}

@@ -1,4 +1,8 @@
-"""Saying at once when ranks of one group report different digests: people should not have to ask.
+"""Saying at once when ranks of one group contradict each other: people should not have to ask.
+
+Ranks of a group contradict each other where their group digests differ (their signatures, of those that report none),
+or the order of its members; the state of an attempt calls these diverged too. Ranks that do not even name the same
+members are told apart by that state alone.
 
 What this process has seen is compared in memory. Of a group that it has not seen before, the other side may have
 reached another replica, or this server before it was restarted, so the store is asked once, after the report is stored
@@ -30,7 +34,7 @@ _MOST_COMPARED = 256
 
 
 class _Group(NamedTuple):
-    """A group's graph in an attempt; `members` as its ranks name them, None where they do not."""
+    """A group's graph in an attempt; `members` as its ranks name them, by rank, None where they do not."""
 
     job: str
     attempt: int
@@ -40,13 +44,29 @@ class _Group(NamedTuple):
     members: tuple[int, ...] | None
 
 
+class _Value(NamedTuple):
+    """What a rank reports of a group: its digest, else its signature, and the members in its order."""
+
+    text: str
+    members: tuple[int, ...] | None
+
+
+def _value(report: RankReport, role: str) -> _Value:
+    return _Value(report.digests.get(role) or f"signature {report.signature}", report.members.get(role))
+
+
+def _members(report: RankReport, role: str) -> tuple[int, ...] | None:
+    listed = report.members.get(role)
+    return None if listed is None else tuple(sorted(listed))
+
+
 class Divergences:
     """Counts and logs reports that contradict others of their group."""
 
     def __init__(self, store: Store, metrics: Metrics) -> None:
         self._store = store
         self._metrics = metrics
-        self._agreed: Recent[_Group, str] = Recent(_KEPT_GROUPS)
+        self._agreed: Recent[_Group, _Value] = Recent(_KEPT_GROUPS)
         self._asking: dict[_Group, list[RankReport]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         # A fleet names hundreds of graphs at once, and whoever stores waits for the same connection.
@@ -59,8 +79,8 @@ class Divergences:
         for report in reports:
             if report.slot == OPEN_SLOT:
                 continue
-            for role in report.digests:
-                group = _Group(job, attempt, report.slot, report.ordinal, role, report.members.get(role))
+            for role in sorted(report.digests.keys() | report.members.keys()):
+                group = _Group(job, attempt, report.slot, report.ordinal, role, _members(report, role))
                 known = self._agreed.get(group)
                 if known is not None:
                     self._compare(group, report, (known,))
@@ -86,14 +106,14 @@ class Divergences:
         finally:
             waited = {group: self._asking.pop(group) for group in groups}
         for group, reports in waited.items():
-            found = (stored or {}).get(group) or [reports[0].digests[group.role]]
+            found = (stored or {}).get(group) or [_value(reports[0], group.role)]
             for report in reports:
                 self._compare(group, report, found)
             if stored is not None:
                 self._agreed.put(group, found[0])
 
-    async def _stored(self, groups: Sequence[_Group]) -> dict[_Group, list[str]]:
-        """Digests by group that other ranks than those at hand have stored, the one that was stored first in front."""
+    async def _stored(self, groups: Sequence[_Group]) -> dict[_Group, list[_Value]]:
+        """Values by group that other ranks than those at hand have stored, the one that was stored first in front."""
         job, attempt, slot, ordinal = groups[0][:4]
         at_hand = {group: {report.rank for report in self._asking[group]} for group in groups}
         unnamed = any(group.members is None for group in groups)
@@ -116,18 +136,20 @@ class Divergences:
         async for piece in load_reports_of(self._store, job, attempt, slot, ordinal, needed):
             for one in await asyncio.to_thread(lambda: [decoder.decode(stored) for stored in piece]):  # noqa: B023  # awaited
                 said[one.rank] = one
-        digests: dict[_Group, list[str]] = {}
+        values: dict[_Group, list[_Value]] = {}
         for group, found in wanted.items():
             for report in (said[rank] for rank in found if rank in said):
-                if report.members.get(group.role) == group.members and group.role in report.digests:
-                    digests.setdefault(group, []).append(report.digests[group.role])
-        return {group: list(dict.fromkeys(found)) for group, found in digests.items()}
+                speaks = group.role in report.digests or group.role in report.members
+                if speaks and _members(report, group.role) == group.members:
+                    values.setdefault(group, []).append(_value(report, group.role))
+        return {group: list(dict.fromkeys(found)) for group, found in values.items()}
 
-    def _compare(self, group: _Group, report: RankReport, known: Sequence[str]) -> None:
-        digest = report.digests[group.role]
-        other = next((one for one in known if one != digest), None)
+    def _compare(self, group: _Group, report: RankReport, known: Sequence[_Value]) -> None:
+        value = _value(report, group.role)
+        other = next((one for one in known if one != value), None)
         if other is None:
             return
+        orders = {} if value.members == other.members else {"members": value.members, "others_members": other.members}
         self._metrics.count("bucketplan_divergences_total")
         self._log.warning(
             "attempt.diverged",
@@ -136,6 +158,7 @@ class Divergences:
             role=group.role,
             slot=group.slot,
             rank=report.rank,
-            digest=digest,
-            others=other,
+            digest=value.text,
+            others=other.text,
+            **orders,
         )
