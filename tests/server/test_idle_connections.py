@@ -9,7 +9,7 @@ import httpx
 
 from tests.support.server import RunningServer, running_server
 
-HEAD = b"GET /healthz HTTP/1.1\r\nHost: x\r\n"
+HEAD = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
 PATIENCE_S = 60.0
 
 
@@ -43,7 +43,7 @@ def test_without_a_complete_head_it_is_closed_and_a_call_that_waits_is_answered(
     with running_server(tmp_path) as server, contextlib.ExitStack() as stack:
         silent, half, again, one_byte, waiting = (stack.enter_context(connected(server)) for _ in range(5))
         # Longer than a head may take.
-        waiting.sendall(b"GET /v1/plans/" + b"0" * 64 + b"?wait=14 HTTP/1.1\r\nHost: x\r\n\r\n")
+        waiting.sendall(b"GET /v1/plans/" + b"0" * 64 + b"?wait=14 HTTP/1.1\r\nHost: localhost\r\n\r\n")
         half.sendall(HEAD)
         for connection, rest in ((again, HEAD), (one_byte, b"G")):
             connection.sendall(HEAD + b"\r\n")
