@@ -6,11 +6,10 @@ import re
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +19,6 @@ from fastapi.routing import APIRoute
 
 from bucketplan_client.errors import ServerUnreachable
 from bucketplan_client.transport import PlanClient
-from bucketplan_core.attempt import AttemptRequest, RankReport
 from bucketplan_core.collectives import Options
 from bucketplan_core.hardware import CollectiveCost, Hardware, Protocol
 from bucketplan_core.wire import pack, to_json, unpack
@@ -31,46 +29,13 @@ from bucketplan_server.http.app import build_app
 from bucketplan_server.settings import SettingsError, check_tls, load_settings
 from tests.server.test_profiles import measured
 from tests.support.documents import MSGPACK, plan_body, profile_of, small_request
+from tests.support.guarded import REFRESH_SECONDS, Guarded, make_token, open_body, report_body, wait_until
 from tests.support.paths import ROOT
 from tests.support.postgres import running_postgres
-from tests.support.server import FAULTS, RunningServer, running_server, wait_for_gauge
+from tests.support.server import FAULTS, running_server, wait_for_gauge
 from tests.support.tls import make_tls_files
 
-REFRESH_SECONDS = 0.1
 ROLES = ("rank", "auditor", "operator")
-
-
-@dataclass(frozen=True, slots=True)
-class Guarded:
-    """A server that needs tokens, and the secrets of some."""
-
-    server: RunningServer
-    secrets: dict[str, str]
-
-    def call(self, token: str | None, method: str, path: str, **options: Any) -> httpx.Response:
-        headers = {**options.pop("headers", {})}
-        if token is not None:
-            headers["Authorization"] = f"Bearer {self.secrets[token]}"
-        return httpx.request(method, f"{self.server.url}{path}", headers=headers, timeout=30, **options)
-
-    def post(self, token: str | None, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
-        return self.call(token, "POST", path, content=pack(body), headers=MSGPACK | headers)
-
-    def refusals(self) -> list[dict[str, Any]]:
-        lines = [json.loads(line) for line in self.server.log.read_text().splitlines() if line.startswith("{")]
-        return [line for line in lines if line["event"] == "access.refused"]
-
-
-def make_token(database: str, name: str, role: str, *, namespace: str | None = None, expires: str | None = None) -> str:
-    settings = load_settings(database=database, refresh_seconds=REFRESH_SECONDS)
-    return cli_tokens.create(settings, name, role=role, namespace=namespace, expires=expires, reason="test")
-
-
-def wait_until(holds) -> None:
-    ends = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < ends
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -95,14 +60,6 @@ def signature(guarded: Guarded) -> str:
     posted = guarded.call("rank", "POST", "/v1/plans", content=plan_body(request), headers=MSGPACK)
     assert posted.status_code == 201, posted.content
     return request.signature
-
-
-def open_body(key: str) -> dict[str, Any]:
-    return cast("dict[str, Any]", AttemptRequest(key=key, participants={"fsdp": ((0,),)}, options={}).to_wire())
-
-
-def report_body(signature: str | None) -> dict[str, Any]:
-    return {"reports": [RankReport(rank=0, slot="joint", signature=signature).to_wire()]}
 
 
 class TestRoles:

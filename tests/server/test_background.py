@@ -16,8 +16,8 @@ from bucketplan_server.access.inbox import inbox_of
 from bucketplan_server.background import Background
 from bucketplan_server.settings import load_settings
 from bucketplan_server.store.engine import StoreError, open_store
-from tests.server.test_access import REFRESH_SECONDS, make_token, wait_until
 from tests.server.test_attempts import open_attempt, report
+from tests.support.guarded import REFRESH_SECONDS, make_token, wait_until
 from tests.support.server import RunningServer, running_server
 
 DAY_NS = 86_400 * 10**9

@@ -6,8 +6,8 @@ import socket
 import httpx
 
 from bucketplan_core.wire import pack, to_json, unpack
-from tests.server.test_access import wait_until
 from tests.support.documents import MSGPACK, plan_body, small_request
+from tests.support.guarded import wait_until
 from tests.support.server import RunningServer, running_server, wait_for_planning
 
 JSON = {"Content-Type": "application/json"}

@@ -10,8 +10,8 @@ import pytest
 from bucketplan_core.wire import pack
 from bucketplan_server import cli_tokens
 from bucketplan_server.settings import load_settings
-from tests.server.test_access import REFRESH_SECONDS, Guarded, make_token, open_body, report_body, wait_until
 from tests.support.documents import MSGPACK, plan_body, small_request
+from tests.support.guarded import REFRESH_SECONDS, Guarded, make_token, open_body, report_body, wait_until
 from tests.support.server import running_server
 
 PLANNING_SECONDS = 2.0

@@ -13,8 +13,8 @@ import pytest
 
 from bucketplan_core.wire import pack, unpack
 from bucketplan_server.http import bodies
-from tests.server.test_access import wait_until
 from tests.support.documents import MSGPACK, plan_body, small_request
+from tests.support.guarded import wait_until
 from tests.support.server import RunningServer, running_server
 
 MOST_BYTES = 2**20

@@ -4,8 +4,8 @@ import httpx
 import pytest
 
 from bucketplan_core.wire import unpack
-from tests.server.test_access import REFRESH_SECONDS, Guarded, make_token, open_body, report_body
 from tests.support.documents import MSGPACK, plan_body, small_request
+from tests.support.guarded import REFRESH_SECONDS, Guarded, make_token, open_body, report_body
 from tests.support.server import running_server
 
 
