@@ -352,7 +352,8 @@ def test_a_thousand_ranks_report_at_once(tmp_path):
             open_attempt(client, "fleet", "a", participants={"fsdp": (ranks,)})
 
         async def all_report() -> list[int]:
-            limits = httpx.Limits(max_connections=100)
+            # A connection that is used again may just have been closed as idle, which httpx does not try again.
+            limits = httpx.Limits(max_connections=100, max_keepalive_connections=0)
             async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
 
                 async def one(rank: int) -> int:

@@ -88,6 +88,9 @@ def test_a_body_that_trickles_is_refused_in_the_end(tmp_path):
                 connection.sendall(b"1\r\n\0\r\n")
                 with contextlib.suppress(TimeoutError):
                     received = connection.recv(65_536)
+            connection.settimeout(60)
+            while part := connection.recv(65_536):
+                received += part
         assert received.startswith(b"HTTP/1.1 408 ")
         assert b"was not whole within 10 s" in received
 
