@@ -13,17 +13,15 @@ from typing import Any
 from bucketplan_client.errors import ClientError
 from bucketplan_client.membership import this_rank
 from bucketplan_client.opening import Attempt
-from bucketplan_client.passes import LocalPlans
+from bucketplan_client.passes import LOCAL_PLANS, UNBUCKETED
 from bucketplan_client.torch_compile import Installation, RewrittenGraph, install
 from bucketplan_core.attempt import RankReport
-from bucketplan_core.collectives import Options
 from bucketplan_core.groups import group_digests
 from bucketplan_core.wire import pack
 
 __all__ = ["install_attempt"]
 
 _FINGERPRINT = "compiler pass"
-_UNBUCKETED = Options(strategy="none", planner="none/1")
 
 
 def install_attempt(
@@ -91,8 +89,8 @@ def install_attempt(
 
     try:
         installed = install(
-            attempt.plans if attempt.plans is not None else LocalPlans(),
-            options=attempt.options if attempt.options is not None else _UNBUCKETED,
+            attempt.plans if attempt.plans is not None else LOCAL_PLANS,
+            options=attempt.options if attempt.options is not None else UNBUCKETED,
             epoch=attempt.uuid,
             mode="bucketed" if attempt.bucketed else "unbucketed",
             on_graph=noted,

@@ -25,7 +25,7 @@ from torch import fx, nn
 from bucketplan_client.errors import ScopeError
 from bucketplan_client.membership import GroupLike, is_distributed, members_of
 from bucketplan_client.opening import Attempt
-from bucketplan_client.passes import FsdpBucketingPass, LocalPlans, PlanSource, refuse_no_source
+from bucketplan_client.passes import LOCAL_PLANS, UNBUCKETED, FsdpBucketingPass, PlanSource, refuse_no_source
 from bucketplan_client.scopes import ModuleScope, build_module_bucket_plans
 from bucketplan_core.collectives import Options
 from bucketplan_core.planners import current_version
@@ -38,8 +38,6 @@ REPLICATE_GROUP = "dp_replicate"
 """Names under which HyperParallel registers its groups, unless a run names others."""
 
 _SHARDING_MODES = frozenset({"fsdp", "hsdp"})
-_LOCAL = LocalPlans()
-_UNBUCKETED = Options(strategy="none", planner="none/1")
 
 
 def options_of(pass_config: Any) -> Options:
@@ -59,7 +57,7 @@ class BucketingPass:
     name = "fsdp_bucketing"
 
     def __init__(
-        self, plans: PlanSource | Attempt = _LOCAL, *, options: Options | None = None, **arguments: Any
+        self, plans: PlanSource | Attempt = LOCAL_PLANS, *, options: Options | None = None, **arguments: Any
     ) -> None:
         if not isinstance(plans, Attempt):
             refuse_no_source(plans)
@@ -111,7 +109,7 @@ class BucketingPass:
 
     def _options_for(self, pass_config: Any) -> Options:
         if isinstance(self._plans, Attempt) and not self._plans.bucketed:
-            return _UNBUCKETED
+            return UNBUCKETED
         if self._options is not None:
             return self._options
         agreed = self._plans.options if isinstance(self._plans, Attempt) else None
@@ -120,7 +118,7 @@ class BucketingPass:
 
 def run(graph_module: fx.GraphModule, pass_config: Any, **kwargs: Any) -> fx.GraphModule:
     """`BucketingPass.run` as a function; `plans` (an attempt too) and `options` may be among `kwargs`."""
-    plans, options = kwargs.pop("plans", _LOCAL), kwargs.pop("options", None)
+    plans, options = kwargs.pop("plans", LOCAL_PLANS), kwargs.pop("options", None)
     return BucketingPass(plans, options=options).run(graph_module, pass_config, **kwargs)
 
 

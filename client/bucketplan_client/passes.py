@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DISABLE_VARIABLE",
+    "LOCAL_PLANS",
+    "UNBUCKETED",
     "FsdpBucketingPass",
     "LocalPlans",
     "PlanSource",
@@ -51,6 +53,9 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+UNBUCKETED = Options(strategy="none", planner="none/1")
+"""What passes of an attempt without buckets are made with; none of them plans anything."""
 
 _passes = itertools.count()
 
@@ -73,6 +78,9 @@ class LocalPlans:
 
     def __repr__(self) -> str:
         return "LocalPlans()"
+
+
+LOCAL_PLANS = LocalPlans()
 
 
 def is_opened(plans: object) -> bool:
@@ -189,10 +197,8 @@ class FsdpBucketingPass:
             **options,
         }
         if attempt.plans is None or attempt.options is None:
-            from bucketplan_core.planners import current_version
-
-            bound["options"] = Options(strategy="none", planner=current_version("none"))
-            skipped = cls(LocalPlans(), **bound)
+            bound["options"] = UNBUCKETED
+            skipped = cls(LOCAL_PLANS, **bound)
             skipped._skipped = f"the attempt runs without buckets: {attempt.reason}"
             return skipped
         bound.setdefault("options", attempt.options)

@@ -51,6 +51,7 @@ from bucketplan_client.inductor_options import (
 )
 from bucketplan_client.membership import is_distributed, this_rank
 from bucketplan_client.passes import (
+    LOCAL_PLANS,
     LocalPlans,
     PlanSource,
     disabled_by_environment,
@@ -88,7 +89,6 @@ ABORT_STATUS = 70
 
 OnError = Literal["abort", "raise"]
 Mode = Literal["bucketed", "unbucketed"]
-_LOCAL = LocalPlans()
 _LOCAL_EPOCH = "local"
 _HOOK = "post_grad_custom_post_pass"
 
@@ -417,7 +417,7 @@ class Installation:
 
 
 def install(
-    plans: PlanSource = _LOCAL,
+    plans: PlanSource = LOCAL_PLANS,
     *,
     options: Options,
     epoch: str | None = None,
