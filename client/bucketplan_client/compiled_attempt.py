@@ -95,6 +95,7 @@ def install_attempt(
             mode="bucketed" if attempt.bucketed else "unbucketed",
             on_graph=noted,
             compare=compared if compare_first_execution else None,
+            where=attempt.where,
             **arguments,
         )
     except BaseException as error:

@@ -9,7 +9,6 @@ process with both sides in the message, instead of leaving all of them in a coll
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 import zlib
@@ -17,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from bucketplan_client.agreement import describe_difference
 from bucketplan_client.errors import ClientError, RanksDisagree, StoreFailed, Where
+from bucketplan_client.failures import end_process
 from bucketplan_client.protocol import members_digest
 from bucketplan_client.store import JobStore
 from bucketplan_core.groups import group_digests
@@ -24,22 +24,19 @@ from bucketplan_core.plan import Plan
 from bucketplan_core.request import Request
 from bucketplan_core.wire import pack, unpack
 
-__all__ = ["ABORT_STATUS", "Evidence", "abort_process"]
+__all__ = ["Evidence", "abort_process"]
 
 _LOG = logging.getLogger(__name__)
 
-ABORT_STATUS = 70
-"""Exit status after a mismatch (EX_SOFTWARE of sysexits.h), so that a launcher starts or stops the whole job."""
 _POLL_S = 1.0
 _END_S = 5.0
 """How long the end of an attempt waits for its watcher, which may be in a call of the store."""
 
 
 def abort_process(error: ClientError) -> None:
-    """End this process at once: threads in a collective of another library cannot be unwound."""
+    """End this process with `error` on stderr and the status `failures.ABORT_STATUS`."""
     print(f"bucketplan: {error}", file=sys.stderr, flush=True)  # noqa: T201  (logging may not be flushed before exit)
-    logging.shutdown()
-    os._exit(ABORT_STATUS)
+    end_process()
 
 
 class Evidence:
@@ -149,10 +146,12 @@ def _mismatch(alarm: bytes, where: Where) -> RanksDisagree:
     first, second = tree["first"], tree["second"]
     assert isinstance(first, dict)
     assert isinstance(second, dict)
+    # A rank that is neither of the two sees the signature that most ranks may hold: that of the first to come.
+    mine = second if second["rank"] == where.rank else first
     return RanksDisagree(
         role=str(tree["role"]),
         what=f"collectives of compiled graph {tree['slot']}",
         holders={str(side["digest"]): [int(str(side["rank"]))] for side in (first, second)},
         difference=str(tree["difference"]) or None,
-        where=where,
+        where=where.at(signature=str(mine["signature"])),
     )

@@ -47,7 +47,10 @@ _MOST_OPENINGS = 2
 
 
 class AttemptPlans:
-    """The plans of one attempt, as a `PlanSource`; `taken` counts where they came from, `topology` is the epoch's."""
+    """The plans of one attempt, as a `PlanSource`; `taken` counts where they came from, `topology` is the epoch's.
+
+    `where` is this rank, the job and the server, for what fails around them.
+    """
 
     def __init__(
         self,
@@ -64,12 +67,12 @@ class AttemptPlans:
         self.taken: Counter[str] = Counter()
         self.address = client.address if client is not None else None
         self.topology = dict(opened.epoch.topology)
+        self.where = where
         self._opened = opened
         self._source = source
         self._client = client
         self._cache = cache
         self._store = store
-        self._where = where
         self._deadline_s = deadline_s
         self._at_server = at_server
         self._server_from = 0.0
@@ -81,7 +84,7 @@ class AttemptPlans:
     def plan(self, request: Request, profile: CostProfile | None = None) -> Plan:
         """The plan of `request` under the attempt's epoch; raises `FallbackRefused`, `ServerRefused`, `StoreFailed`."""
         signature = request.signature
-        where = self._where.at(signature=signature)
+        where = self.where.at(signature=signature)
         try:
             plan, source = self._find(request, profile, where)
             plan = self._adopt(plan, where)
@@ -131,7 +134,7 @@ class AttemptPlans:
                     self._unavailable = answer = error.located(where)
                     self._server_from = time.monotonic() + _SERVER_PAUSE_S
             if refused is None and self._unavailable is not None:
-                _LOG.warning("planning in this process: %s", self._unavailable.message)
+                _LOG.warning("planning in this process: %s", self._unavailable)
         cannot = answer if isinstance(answer, ServerRefused) and answer.problem.slug == _CANNOT_PLAN else None
         if refused is not None:
             if cannot is not None:

@@ -23,6 +23,7 @@ from typing import Any
 from torch import fx, nn
 
 from bucketplan_client.errors import ScopeError
+from bucketplan_client.failures import located, where_of
 from bucketplan_client.membership import GroupLike, is_distributed, members_of
 from bucketplan_client.opening import Attempt
 from bucketplan_client.passes import LOCAL_PLANS, UNBUCKETED, FsdpBucketingPass, PlanSource, refuse_no_source
@@ -60,7 +61,8 @@ class BucketingPass:
         self, plans: PlanSource | Attempt = LOCAL_PLANS, *, options: Options | None = None, **arguments: Any
     ) -> None:
         if not isinstance(plans, Attempt):
-            refuse_no_source(plans)
+            with located(where_of(plans)):
+                refuse_no_source(plans)
         self._plans = plans
         self._options = options
         self._arguments = arguments
@@ -83,6 +85,8 @@ class BucketingPass:
         Raises `ScopeError` for module buckets that do not fit `model`, else what `FsdpBucketingPass` raises.
         """
         options = self._options_for(pass_config)
+        with located(where_of(self._plans)):
+            scopes = _scopes(options, getattr(pass_config, "fsdp_bucket_modules", None), model)
         roles = [fsdp_group_name, dp_replicate_group_name]
         if expert_param_names:
             roles.append(fsdp_expert_group_name)
@@ -101,7 +105,7 @@ class BucketingPass:
             # Hybrid sharding gathers and scatters within each replica as fsdp does; ddp gathers nothing.
             data_parallel_mode="fsdp" if mode in _SHARDING_MODES else mode,
             groups=groups,
-            scopes=_scopes(options, getattr(pass_config, "fsdp_bucket_modules", None), model),
+            scopes=scopes,
             only_roles=roles,
             **self._arguments,
         )

@@ -156,7 +156,7 @@ class Attempt:
         self._names: Counter[str] = Counter()
         self._reporter: Reporter | None = None
         if client is not None and at_server is not None:
-            self._reporter = Reporter(client, job=job, attempt=at_server.number, at_server=at_server)
+            self._reporter = Reporter(client, job=job, attempt=at_server.number, at_server=at_server, where=where)
             self.report(RankReport(rank=rank, slot=OPEN_SLOT, uuid=self.uuid, members=self.groups))
 
     def __enter__(self) -> Attempt:

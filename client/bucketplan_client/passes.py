@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 from torch import fx
@@ -22,7 +22,8 @@ from bucketplan_client.arguments import BadArgument, refuse_bad_arguments
 from bucketplan_client.capture.binding import Description
 from bucketplan_client.capture.describe import ScopeLike, describe_graph
 from bucketplan_client.environment import DISABLE_VARIABLE, disabled_by_environment
-from bucketplan_client.errors import AgreementError, ClientError, PassFailed, Where
+from bucketplan_client.errors import AgreementError, PassFailed, Where
+from bucketplan_client.failures import located, step, where_of
 from bucketplan_client.fallback import AttemptPlans
 from bucketplan_client.membership import GroupLike, groups_of_graph, is_distributed, members_of, this_rank
 from bucketplan_client.rewrite.apply import Applied, apply_plan
@@ -51,8 +52,6 @@ __all__ = [
     "refuse_no_source",
     "topology_of",
 ]
-
-T = TypeVar("T")
 
 UNBUCKETED = Options(strategy="none", planner="none/1")
 """What passes of an attempt without buckets are made with; none of them plans anything."""
@@ -146,18 +145,20 @@ class FsdpBucketingPass:
         grace_s: float = DEFAULT_GRACE_S,
         job: str | None = None,
     ) -> None:
-        refuse_no_source(plans)
-        refuse_bad_arguments(
-            phase=phase,
-            roles=roles,
-            scopes=scopes,
-            only_roles=only_roles,
-            exclude=exclude,
-            compute_ops=compute_ops,
-            topology=topology,
-            kinds=kinds,
-        )
+        self._job = job
         self._plans = plans
+        with located(self._where()):
+            refuse_no_source(plans)
+            refuse_bad_arguments(
+                phase=phase,
+                roles=roles,
+                scopes=scopes,
+                only_roles=only_roles,
+                exclude=exclude,
+                compute_ops=compute_ops,
+                topology=topology,
+                kinds=kinds,
+            )
         self._options = options
         self._enabled = enabled
         self._skipped: str | None = None
@@ -178,7 +179,6 @@ class FsdpBucketingPass:
         self._store = store
         self._deadline_s = deadline_s
         self._grace_s = grace_s
-        self._job = job
         # Counted when passes are made, not when they first compare: a rank that fails in between must stay in step.
         self._name = f"pass/{next(_passes)}" if name is None else name
         self._lockstep: Lockstep | None = None
@@ -210,7 +210,7 @@ class FsdpBucketingPass:
         if reason is not None:
             _LOG.info("bucketing skipped: %s", reason)
             return gm
-        where = Where(rank=this_rank(), job=self._job, server=getattr(self._plans, "address", None))
+        where = self._where()
         try:
             applied, plan, reason = self._rewrite(gm, where)
         except Exception:
@@ -225,6 +225,10 @@ class FsdpBucketingPass:
         else:
             self._tell(applied, plan)
         return gm
+
+    def _where(self) -> Where:
+        found = where_of(self._plans)
+        return found if self._job is None else found.at(job=self._job)
 
     def _rewrite(self, gm: fx.GraphModule, where: Where) -> tuple[Applied | None, Plan | None, str | None]:
         """What was applied, of which plan; or neither, and why the graph is left alone."""
@@ -246,7 +250,7 @@ class FsdpBucketingPass:
         applied: Applied | None = None
         try:
             if plan is not None:
-                applied = _step("apply", lambda: apply_plan(description, plan, kinds=self._kinds))
+                applied = step("apply", lambda: apply_plan(description, plan, kinds=self._kinds))
         except PassFailed as error:
             failure = error.located(where)
         # A rank that cannot apply what was agreed must not be waited for in the first collective of the others.
@@ -286,7 +290,7 @@ class FsdpBucketingPass:
         return None
 
     def _describe(self, gm: fx.GraphModule) -> Description:
-        return _step(
+        return step(
             "describe",
             lambda: describe_graph(
                 gm,
@@ -302,8 +306,8 @@ class FsdpBucketingPass:
         )
 
     def _obtain(self, description: Description) -> Plan:
-        plan = _step("plan", lambda: self._plans.plan(description.request, description.profile))
-        _step("check", lambda: check_decision(description.request, plan.decision))
+        plan = step("plan", lambda: self._plans.plan(description.request, description.profile))
+        step("check", lambda: check_decision(description.request, plan.decision))
         return plan
 
     def _agree(self, report: Report, failure: PassFailed | None, where: Where) -> None:
@@ -381,13 +385,3 @@ class FsdpBucketingPass:
                 _LOG.debug("bucket %s: %s", bucket.id, names)
         for skipped in applied.description.skipped:
             _LOG.debug("left as it is: %s (%s): %s", skipped.node, skipped.rule, skipped.reason)
-
-
-def _step(name: str, action: Callable[[], T]) -> T:
-    try:
-        return action()
-    except PassFailed:
-        raise
-    except Exception as error:
-        where = error.where if isinstance(error, ClientError) else Where()
-        raise PassFailed(name, error, where=where) from error

@@ -43,6 +43,7 @@ class ServerAttempt:
         self, client: PlanClient, *, job: str, number: int, epoch: Epoch, store: JobStore, num_ranks: int
     ) -> None:
         self._client = client
+        self._where = client.where.at(job=job)
         self._job = job
         self._number = number
         self._epoch = epoch
@@ -109,7 +110,7 @@ class ServerAttempt:
         try:
             return self._read(answer.body)
         except DecodeError as error:
-            raise CorruptAnswer(str(error), num_tries=answer.num_tries, where=self._client.where) from error
+            raise CorruptAnswer(str(error), num_tries=answer.num_tries, where=self._where) from error
 
     def _request(self) -> AttemptRequest:
         asked = self._store.get(_ASKED)
@@ -117,7 +118,7 @@ class ServerAttempt:
             raise ServerError(
                 "what the attempt was opened with is not in the job's store",
                 remedy="Start the job again",
-                where=self._client.where,
+                where=self._where,
             )
         request = AttemptRequest.read(Fields(unpack(asked), "asked"))
         options = dict(request.options)

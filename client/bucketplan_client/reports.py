@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import islice
 from urllib.parse import quote
 
-from bucketplan_client.errors import ClientError, ServerRefused
+from bucketplan_client.errors import ClientError, ServerRefused, Where
 from bucketplan_client.jitter import uniform
 from bucketplan_client.reopening import ServerAttempt
 from bucketplan_client.transport import PlanClient
@@ -43,11 +43,20 @@ class Reporter:
     shortened and says so.
     """
 
-    def __init__(self, client: PlanClient, *, job: str, attempt: int, at_server: ServerAttempt | None = None) -> None:
+    def __init__(
+        self,
+        client: PlanClient,
+        *,
+        job: str,
+        attempt: int,
+        at_server: ServerAttempt | None = None,
+        where: Where | None = None,
+    ) -> None:
         self._client = client
         self._job = job
         self._attempt = attempt
         self._at_server = at_server
+        self._where = where or client.where.at(job=job)
         self._waiting: deque[RankReport] = deque()
         self._changed = threading.Condition()
         self._ends: float | None = None
@@ -87,6 +96,7 @@ class Reporter:
         try:
             self._post(batch)
         except ServerRefused as refused:
+            refused.located(self._where)
             if len(batch) > 1 and refused.problem.status in _ABOUT_A_REPORT:
                 for report in batch:
                     self._deliver([report])
@@ -94,9 +104,9 @@ class Reporter:
                 reports = "a report was" if len(batch) == 1 else f"{len(batch)} reports were"
                 _LOG.warning("%s refused: %s", reports, refused)
             else:
-                _LOG.info("%d reports were not delivered: %s", len(batch), refused.message)
+                _LOG.info("%d reports were not delivered: %s", len(batch), refused)
         except ClientError as error:
-            _LOG.info("%d reports were not delivered: %s", len(batch), error.message)
+            _LOG.info("%d reports were not delivered: %s", len(batch), error.located(self._where))
 
     def _post(self, batch: Sequence[WireValue]) -> None:
         left_s = _DEADLINE_S if self._ends is None else min(_DEADLINE_S, self._ends - time.monotonic())

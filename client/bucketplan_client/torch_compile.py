@@ -19,13 +19,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, Self
 
 import torch._dynamo.config as dynamo_config
 import torch._inductor.config as inductor_config
@@ -36,9 +34,10 @@ from torch._guards import CompileContext
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from bucketplan_client.arguments import refuse_bad_arguments
-from bucketplan_client.capture.binding import Skipped
+from bucketplan_client.capture.binding import Description, Skipped
 from bucketplan_client.capture.describe import ScopeLike, describe_graph
-from bucketplan_client.errors import ClientError, PassFailed, Where
+from bucketplan_client.errors import PassFailed, Where
+from bucketplan_client.failures import OnError, end_or_raise, located, step, where_of
 from bucketplan_client.first_execution import FirstExecution, comparing, insert_comparison
 from bucketplan_client.inductor_options import (
     CompileConflict,
@@ -49,7 +48,7 @@ from bucketplan_client.inductor_options import (
     refuse_undone_settings,
     settings_of,
 )
-from bucketplan_client.membership import is_distributed, this_rank
+from bucketplan_client.membership import is_distributed
 from bucketplan_client.passes import (
     LOCAL_PLANS,
     LocalPlans,
@@ -71,7 +70,6 @@ from bucketplan_core.request import CAPTURE_VERSION, SCHEMA_VERSION, Request
 from bucketplan_core.wire import WireValue, digest_of, pack
 
 __all__ = [
-    "ABORT_STATUS",
     "BucketingPass",
     "CompileConflict",
     "Installation",
@@ -84,10 +82,6 @@ __all__ = [
 
 _LOG = logging.getLogger(__name__)
 
-ABORT_STATUS = 70
-"""Exit status of a process whose pass failed under ``on_error="abort"`` (EX_SOFTWARE of sysexits.h)."""
-
-OnError = Literal["abort", "raise"]
 Mode = Literal["bucketed", "unbucketed"]
 _LOCAL_EPOCH = "local"
 _HOOK = "post_grad_custom_post_pass"
@@ -172,6 +166,7 @@ class BucketingPass(_InstalledPass):
         reshard: Sequence[str] | None = None,
         on_error: OnError = "abort",
         on_graph: Callable[[RewrittenGraph], None] | None = None,
+        where: Where | None = None,
     ) -> None:
         """`reshard` is None, or what `ReshardPass` keeps gathered beside this pass; ranks must agree on that too."""
         refuse_bad_arguments(
@@ -195,6 +190,7 @@ class BucketingPass(_InstalledPass):
         self._warned = False
         self._num_replayed = num_replayed()
         self._plans = plans
+        self._where = where
         self.mode = mode
         self._on_error = on_error
         self._on_graph = on_graph
@@ -242,33 +238,39 @@ class BucketingPass(_InstalledPass):
         if self.removed:
             return
         self.called = True
-        try:
-            self._rewrite(graph)
-        except Exception as error:
-            _fail(error, self._on_error)
-
-    def _rewrite(self, graph: fx.Graph) -> None:
         if self.mode == "unbucketed":
             return
+        where = self._where or where_of(self._plans)
+        try:
+            description = self._describe(graph)
+            where = where.at(signature=description.signature)
+            self._rewrite(graph, description)
+        except Exception as error:
+            end_or_raise(error, self._on_error, where)
+
+    def _describe(self, graph: fx.Graph) -> Description:
         refuse_conflicts()
         refuse_undone_settings()
-        phase = graph_phase(graph)
         module = graph.owning_module
         if module is None:
             raise CompileConflict(
                 "the graph's module", None, "a graph without its module cannot be described", remedy="Report this"
             )
-        description = _step("describe", lambda: describe_graph(module, phase=phase, **self._describing))
+        return step("describe", lambda: describe_graph(module, phase=graph_phase(graph), **self._describing))
+
+    def _rewrite(self, graph: fx.Graph, description: Description) -> None:
         left_alone = why_left_alone(description.request, self._describing["scopes"])
         reason = left_alone or description.why_nothing()
         plan: Plan | None = None
         statistics: Mapping[str, Mapping[str, int]] = {}
         # A graph with one candidate is planned too: the plan may move it.
         if description.request.candidates and left_alone is None:
-            plan = _step("plan", lambda: self._plans.plan(description.request, description.profile))
-            statistics = _step("apply", lambda: apply_plan(description, plan, recompile=False)).statistics
+            plan = step("plan", lambda: self._plans.plan(description.request, description.profile))
+            statistics = step("apply", lambda: apply_plan(description, plan, recompile=False)).statistics
             if self._compare is not None:
-                insert_comparison(graph, group_digests(description.request, plan.decision))
+                digests = group_digests(description.request, plan.decision)
+                step("apply", lambda: insert_comparison(graph, digests))
+        phase = description.request.phase
         self._note(
             RewrittenGraph(
                 phase=phase,
@@ -319,12 +321,18 @@ class ReshardPass(_InstalledPass):
     """The pass of the joint hook: marks parameter gathers to be made again in the backward (`reshard.mark_gathers`)."""
 
     def __init__(
-        self, *, keep_gathered: Sequence[str] = (), compute_ops: Collection[str] = (), on_error: OnError = "abort"
+        self,
+        *,
+        keep_gathered: Sequence[str] = (),
+        compute_ops: Collection[str] = (),
+        on_error: OnError = "abort",
+        where: Where | None = None,
     ) -> None:
         refuse_bad_arguments(keep_gathered=keep_gathered, compute_ops=compute_ops, on_error=on_error)
         self._keep_gathered = tuple(keep_gathered)
         self._compute_ops = frozenset(compute_ops)
         self._on_error = on_error
+        self._where = where
 
     def uuid(self) -> tuple[Any, ...]:
         if self.removed:
@@ -337,7 +345,7 @@ class ReshardPass(_InstalledPass):
         try:
             num_marked = mark_gathers(graph, keep_gathered=self._keep_gathered, compute_ops=self._compute_ops)
         except Exception as error:
-            _fail(PassFailed("describe", error), self._on_error)
+            end_or_raise(PassFailed("describe", error), self._on_error, self._where or where_of(None))
         _LOG.info("joint graph: %d parameter gathers are made again in the backward", num_marked)
 
 
@@ -433,6 +441,7 @@ def install(
     keep_gathered: Sequence[str] = (),
     on_error: OnError = "abort",
     on_graph: Callable[[RewrittenGraph], None] | None = None,
+    where: Where | None = None,
 ) -> Installation:
     """Rewrite every graph that torch.compile makes in this thread from now on, until the result is uninstalled.
 
@@ -444,42 +453,46 @@ def install(
     gets a graph's group digests (by role) right before the graph first runs in this process, be it compiled here or
     replayed by a compile cache.
 
-    `on_error` says what a failure does. ``abort`` ends the process with status `ABORT_STATUS` after printing the error:
-    an exception can be caught, and a rank that goes on without its plan makes the others hang. ``raise`` raises, and so
-    does ``abort`` where there is one rank. A pass that is in the hook already keeps running, before ours.
+    `on_error` says what a failure does. ``abort`` ends the process with status `failures.ABORT_STATUS` after printing
+    the error: an exception can be caught, and a rank that goes on without its plan makes the others hang. ``raise``
+    raises, and so does ``abort`` where there is one rank. `where` names rank, job and server in errors, by default as
+    `plans` know them. A pass that is in the hook already keeps running, before ours.
 
     A graph without a collective in any of the given `scopes`, such as a fragment between graph breaks, is left alone
     under strategy `module`. Raises `BadArgument`, and `CompileConflict` beside Inductor's own bucketing, options of
     Dynamo that hide failures, or an installation of this thread that was not taken out (`current_installation`).
     """
-    refuse_no_source(plans)
-    _check(plans, options, epoch)
-    refuse_bad_arguments(keep_gathered=keep_gathered)
-    refuse_conflicts()
-    _refuse_second()
-    disabled = disabled_by_environment() and not is_opened(plans)
-    wanted = mode if mode is not None else ("unbucketed" if disabled else "bucketed")
-    bucketing = BucketingPass(
-        plans,
-        options=options,
-        epoch=epoch if epoch is not None else _LOCAL_EPOCH,
-        mode=wanted,
-        roles=roles,
-        scopes=scopes,
-        only_roles=only_roles,
-        exclude=exclude,
-        compute_ops=compute_ops,
-        topology=topology,
-        compare=compare,
-        reshard=keep_gathered if reshard_after_forward else None,
-        on_error=on_error,
-        on_graph=on_graph,
-    )
-    ours: dict[str, _InstalledPass] = {_HOOK: bucketing}
-    if reshard_after_forward:
-        ours["joint_custom_post_pass"] = ReshardPass(
-            keep_gathered=keep_gathered, compute_ops=compute_ops, on_error=on_error
+    here = where or where_of(plans)
+    with located(here):
+        refuse_no_source(plans)
+        _check(plans, options, epoch)
+        refuse_bad_arguments(keep_gathered=keep_gathered)
+        refuse_conflicts()
+        _refuse_second()
+        disabled = disabled_by_environment() and not is_opened(plans)
+        wanted = mode if mode is not None else ("unbucketed" if disabled else "bucketed")
+        bucketing = BucketingPass(
+            plans,
+            options=options,
+            epoch=epoch if epoch is not None else _LOCAL_EPOCH,
+            mode=wanted,
+            roles=roles,
+            scopes=scopes,
+            only_roles=only_roles,
+            exclude=exclude,
+            compute_ops=compute_ops,
+            topology=topology,
+            compare=compare,
+            reshard=keep_gathered if reshard_after_forward else None,
+            on_error=on_error,
+            on_graph=on_graph,
+            where=here,
         )
+        ours: dict[str, _InstalledPass] = {_HOOK: bucketing}
+        if reshard_after_forward:
+            ours["joint_custom_post_pass"] = ReshardPass(
+                keep_gathered=keep_gathered, compute_ops=compute_ops, on_error=on_error, where=here
+            )
     hooks = {
         name: (_after(hook_without(getattr(inductor_config, name), _is_removed), one), one)
         for name, one in ours.items()
@@ -487,7 +500,7 @@ def install(
     changes: dict[str, Any] = {**settings_of(inductor_config), **{name: hook for name, (hook, _) in hooks.items()}}
     with contextlib.ExitStack() as undo:
         if compare is not None:
-            undo.enter_context(comparing(compare, lambda error: _fail(error, on_error)))
+            undo.enter_context(comparing(compare, lambda error: end_or_raise(error, on_error, here)))
         undo.enter_context(inductor_config.patch(changes))
         # Past the recompile limit Dynamo runs eagerly, and it does so rank by rank.
         undo.enter_context(dynamo_config.patch(fail_on_recompile_limit_hit=True))
@@ -572,22 +585,3 @@ class _InTurn(_InstalledPass):
     def __call__(self, graph: fx.Graph) -> None:
         self._first(graph)
         self._second(graph)
-
-
-def _step(name: str, action: Callable[[], Any]) -> Any:
-    try:
-        return action()
-    except Exception as error:
-        where = error.where if isinstance(error, ClientError) else Where()
-        raise PassFailed(name, error, where=where) from error
-
-
-def _fail(error: Exception, on_error: OnError) -> NoReturn:
-    located = error.located(Where(rank=this_rank())) if isinstance(error, ClientError) else error
-    if on_error == "raise" or not is_distributed() or dist.get_world_size() == 1:
-        raise located
-    print("".join(traceback.format_exception(located)), file=sys.stderr, flush=True)  # noqa: T201  (seen without logging)
-    _LOG.critical("rank %d ends: %s", this_rank(), located)
-    logging.shutdown()
-    sys.stdout.flush()
-    os._exit(ABORT_STATUS)

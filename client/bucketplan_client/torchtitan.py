@@ -24,6 +24,7 @@ from torch import fx
 
 from bucketplan_client.arguments import BadArgument
 from bucketplan_client.errors import ClientError
+from bucketplan_client.failures import located, where_of
 from bucketplan_client.opening import Attempt
 from bucketplan_client.passes import FsdpBucketingPass, PlanSource, refuse_no_source
 from bucketplan_client.scopes import ModuleScope
@@ -108,8 +109,9 @@ def build_pipeline(
     """
     from torchtitan.experiments.graph_trainer.passes import construct_default_graph_passes
 
-    options, make = _bind(plans, options)
-    _refuse_conflicts(config.compile)
+    with located(where_of(plans)):
+        options, make = _bind(plans, options)
+        _refuse_conflicts(config.compile)
     passes = construct_default_graph_passes(traced_result, config, parallel_dims=parallel_dims)
     at = [index for index, found in enumerate(passes) if _name(found) == _REPLACED]
     if len(at) != 1:
@@ -118,7 +120,7 @@ def build_pipeline(
             [_name(found) for found in passes],
             f"there is no one {_REPLACED} in it to exchange",
             remedy="Use torchtitan 0.3, or put bucketing_pass into a pipeline of your own",
-        )
+        ).located(where_of(plans))
     replaced = passes[at[0]]
     if options is not None and options.strategy == "module" and not scopes:
         scopes = _scopes_of(replaced.keywords["module_bucket_plans"], traced_result.state_fqns)
@@ -139,7 +141,8 @@ def register(
 
     Raises `BadArgument` for what gives no plans, and for plans without `options`.
     """
-    _bind(plans, options)
+    with located(where_of(plans)):
+        _bind(plans, options)
     from torchtitan.experiments.graph_trainer.registry import register_pass_pipeline
 
     bound = functools.partial(build_pipeline, plans=plans, options=options, **arguments)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import unquote_to_bytes, urlsplit
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from bucketplan_client.answers import (
     Answer,
@@ -71,6 +72,9 @@ _ONLY_AN_OPERATOR_MENDS = "store-damaged"
 """The one 503 that another try does not cure, whatever the deadline."""
 _DAMAGED = ("", "body-timeout", "invalid-body", "signature-mismatch")
 """Problems, also of proxies, that speak of a body which was not as we sent it."""
+
+_JOB_PATH = re.compile(r"/v1/jobs/([^/]+)")
+_PLAN_PATH = re.compile(r"/v1/[a-z-]+/([0-9a-f]{64})(?![0-9a-f])")
 
 T = TypeVar("T")
 
@@ -137,7 +141,7 @@ class PlanClient:
         self.where = Where(rank=rank, job=job, server=self.address or None)
         self.deadline_s = deadline_s
         self._timeout_s = {"GET": read_timeout_s, "POST": plan_timeout_s, "PUT": plan_timeout_s}
-        _check_address(self.address)
+        _check_address(self.address, where=self.where)
         secret = token_from_environment() if token is None else token.strip()
         _check_token(secret, where=self.where)
         headers = {"Accept": MSGPACK, "Accept-Encoding": ACCEPT_ENCODING, "User-Agent": f"bucketplan/{_version()}"}
@@ -148,7 +152,9 @@ class PlanClient:
         from bucketplan_client.deadline_http import DeadlineTransport
 
         secure = self.address.startswith("https:")
-        self._transport = transport or DeadlineTransport(ssl_context=_ssl_context(ca_file) if secure else None)
+        self._transport = transport or DeadlineTransport(
+            ssl_context=_ssl_context(ca_file, where=self.where) if secure else None
+        )
         self._http = httpx.Client(
             base_url=self.address,
             headers=headers,
@@ -268,6 +274,13 @@ class PlanClient:
         """PUT `body`; a try whose fate is unknown is made again, since a repetition changes nothing."""
         return self._send("PUT", path, body=pack(body), headers={}, read=read_document, deadline_s=deadline_s)
 
+    def where_of(self, path: str) -> Where:
+        """Where a call of `path` happens: the job or the signature that it names, beside what the client knows."""
+        of_job, of_plan = _JOB_PATH.match(path), _PLAN_PATH.match(path)
+        if of_job is not None:
+            return self.where.at(job=unquote(of_job[1]))
+        return self.where if of_plan is None else self.where.at(signature=of_plan[1])
+
     def _send(
         self,
         method: str,
@@ -285,14 +298,14 @@ class PlanClient:
         call = _Call(
             started=started,
             ends=started + (self.deadline_s if deadline_s is None else deadline_s),
-            where=self.where.at(signature=signature),
+            where=self.where_of(path) if signature is None else self.where.at(signature=signature),
         )
-        _check_path(path)
+        _check_path(path, where=call.where)
         try:
             request = self._http.build_request(method, path, params=params, headers=dict(headers or {}), content=body)
         except (httpx.InvalidURL, UnicodeError) as error:
             asked = path if not params else f"{path} with {dict(params)}"
-            raise BadArgument("path", asked, f"what a URL can hold: {error}") from error
+            raise BadArgument("path", asked, f"what a URL can hold: {error}").located(call.where) from error
         if body is not None:
             request.headers["Content-Type"] = MSGPACK
             request.headers["Content-Digest"] = content_digest(body)
@@ -490,9 +503,9 @@ def _stream_of(response: httpx.Response) -> httpx.SyncByteStream:
     return response.stream
 
 
-def _check_address(address: str) -> None:
+def _check_address(address: str, *, where: Where) -> None:
     if not address:
-        raise BadAddress(address, "no address was given")
+        raise BadAddress(address, "no address was given", where=where)
     try:
         url = httpx.URL(address)
         if "[" in address and "]" not in address:
@@ -502,17 +515,18 @@ def _check_address(address: str) -> None:
         url.raw_host.decode("ascii").encode("idna")
         host = url.host
     except (httpx.InvalidURL, TypeError, ValueError) as error:
-        raise BadAddress(address, str(error)) from error
+        raise BadAddress(address, str(error), where=where) from error
     if url.scheme not in ("http", "https"):
-        raise BadAddress(address, "the scheme must be http or https")
+        raise BadAddress(address, "the scheme must be http or https", where=where)
     if not host:
-        raise BadAddress(address, "it names no host")
+        raise BadAddress(address, "it names no host", where=where)
 
 
-def _check_path(path: str) -> None:
+def _check_path(path: str, *, where: Where) -> None:
     for name in path.split("/"):
         if name in (".", ".."):
-            raise BadArgument("the name", name, f"a name other than . and .., which URLs leave out ({path})")
+            said = f"a name other than . and .., which URLs leave out ({path})"
+            raise BadArgument("the name", name, said).located(where)
 
 
 def _check_token(token: str | None, *, where: Where) -> None:
@@ -521,14 +535,15 @@ def _check_token(token: str | None, *, where: Where) -> None:
         raise BadToken("it holds spaces, line breaks or letters that no token has", where=where)
 
 
-def _ssl_context(ca_file: str | None) -> Any:
+def _ssl_context(ca_file: str | None, *, where: Where) -> Any:
     import ssl
 
     path = ca_file or os.environ.get("BUCKETPLAN_CA_FILE") or None
     try:
         return ssl.create_default_context(cafile=path)
     except OSError as error:
-        raise BadAddress(str(path), f"as BUCKETPLAN_CA_FILE it holds no certificates: {error}") from error
+        said = f"as BUCKETPLAN_CA_FILE it holds no certificates: {error}"
+        raise BadAddress(str(path), said, where=where) from error
 
 
 def _version() -> str:

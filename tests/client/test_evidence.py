@@ -10,7 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from bucketplan_client.errors import ClientError, RanksDisagree, Where
-from bucketplan_client.evidence import ABORT_STATUS, Evidence
+from bucketplan_client.evidence import Evidence
+from bucketplan_client.failures import ABORT_STATUS
 from bucketplan_client.store import JobStore
 from bucketplan_core import make_plan
 from tests.client.requests import small_request

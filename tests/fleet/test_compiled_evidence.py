@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bucketplan_client.evidence import ABORT_STATUS
+from bucketplan_client.failures import ABORT_STATUS
 from tests.support.gloo_pool import RankFailure, gloo_pool
 
 pytestmark = pytest.mark.timeout(900)

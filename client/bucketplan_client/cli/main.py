@@ -115,12 +115,13 @@ def _connect(
 def _get(context: typer.Context, path: str, shape: Shape, *, deadline_s: float | None = None, **params: object) -> Any:
     given = {name: str(value) for name, value in params.items() if value is not None}
     with failing_well(context), context.obj.connect() as client:
-        return checked(client.get(path, params=given, accept=JSON, deadline_s=deadline_s), shape, where=client.where)
+        answer = client.get(path, params=given, accept=JSON, deadline_s=deadline_s)
+        return checked(answer, shape, where=client.where_of(path))
 
 
 def _post(context: typer.Context, path: str, body: dict[str, Any], shape: Shape) -> Any:
     with failing_well(context), context.obj.connect() as client, working("waiting for the server"):
-        return checked(client.post(path, body, repeatable=False), shape, where=client.where)
+        return checked(client.post(path, body, repeatable=False), shape, where=client.where_of(path))
 
 
 def _whole(context: typer.Context, signature: str) -> str:

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, NoReturn
 
@@ -164,7 +165,8 @@ def failing_well(context: typer.Context) -> Iterator[None]:
         if isinstance(error, ServerRefused):
             refused = error.problem
             problem = {"type": refused.type, "title": refused.title, "status": refused.status, "detail": refused.detail}
-        fail(context, str(error), status=_status_of(error), problem={**problem, "remedy": error.remedy})
+        here = {name: value for name, value in asdict(error.where).items() if value is not None}
+        fail(context, str(error), status=_status_of(error), problem={**problem, "remedy": error.remedy, "where": here})
 
 
 def fail(context: typer.Context, message: str, *, status: int, problem: Mapping[str, Any]) -> NoReturn:
