@@ -6,12 +6,10 @@ with open_attempt(PlanClient(), groups=groups) as attempt, install_attempt(attem
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from bucketplan_client.errors import ClientError
-from bucketplan_client.membership import this_rank
 from bucketplan_client.opening import Attempt
 from bucketplan_client.passes import LOCAL_PLANS, UNBUCKETED
 from bucketplan_client.torch_compile import Installation, RewrittenGraph, install
@@ -46,8 +44,6 @@ def install_attempt(
     whether it was compiled or came from a compile cache. The ranks of a group wait for each other there, at most
     `first_execution_s`, and a difference is a `RanksDisagree` on all of them before a collective is issued.
     """
-    ordinals: Counter[str] = Counter()
-    reported: set[tuple[str, str]] = set()
 
     def noted(done: RewrittenGraph) -> None:
         digests: dict[str, str] = {}
@@ -56,17 +52,17 @@ def install_attempt(
             digests = group_digests(done.request, done.plan.decision)
             attempt.evidence.note(done.phase, done.request, done.plan, attempt.groups)
             known = (done.phase, pack(dict(digests)).hex())
-            if known in reported:
+            if known in attempt.reported:
                 return  # compiled again under other guards: others, whose guards hold, have no second one
-            reported.add(known)
+            attempt.reported.add(known)
         else:
             # What has no counterpart on other ranks, or where nobody knows which, is no part of what is compared.
             slot, members = f"{done.phase}, not compared", {}
         attempt.report(
             RankReport(
-                rank=this_rank(),
+                rank=attempt.rank,
                 slot=slot,
-                ordinal=ordinals[slot],
+                ordinal=attempt.ordinals[slot],
                 uuid=attempt.uuid,
                 signature=done.signature,
                 decision=None if done.plan is None else done.plan.digest,
@@ -78,14 +74,11 @@ def install_attempt(
                 skipped=[f"{skipped.node}: {skipped.rule}" for skipped in done.skipped],
             )
         )
-        ordinals[slot] += 1
-
-    executions: Counter[str] = Counter()
+        attempt.ordinals[slot] += 1
 
     def compared(digests: Mapping[str, str]) -> None:
         # Ranks run their graphs in one order, while compile ids in a cached graph are those of the run that made it.
-        executions["graph"] += 1
-        attempt.compare_first_execution(f"{executions['graph'] - 1}", digests, deadline_s=first_execution_s)
+        attempt.compare_first_execution("graph", digests, deadline_s=first_execution_s)
 
     try:
         installed = install(

@@ -44,8 +44,10 @@ from bucketplan_client.opening_arguments import (
     read_groups,
     read_options,
     refuse_bad_choices,
+    refuse_bad_parts,
     refuse_bad_place,
     refuse_bad_seconds,
+    store_of,
 )
 from bucketplan_client.opening_places import PREFIX, Openings, Seen, leave_word
 from bucketplan_client.opening_protocol import (
@@ -66,7 +68,7 @@ from bucketplan_client.opening_protocol import (
 from bucketplan_client.reopening import ServerAttempt
 from bucketplan_client.reports import Reporter
 from bucketplan_client.rewrite import REWRITER_VERSION
-from bucketplan_client.store import LONGEST_CALL_S, JobStore, default_store, drive, drive_apart
+from bucketplan_client.store import LONGEST_CALL_S, JobStore, drive, drive_apart
 from bucketplan_client.transport import PlanClient, schema_refused
 from bucketplan_core.attempt import OPEN_SLOT, AttemptRequest, RankReport
 from bucketplan_core.collectives import Options
@@ -153,6 +155,10 @@ class Attempt:
                 at_server=at_server,
             )
         self.evidence = Evidence(self.store, rank=rank, where=where, on_mismatch=on_mismatch)
+        self.ordinals: Counter[str] = Counter()
+        """How many graphs of each slot this rank has reported."""
+        self.reported: set[tuple[str, str]] = set()
+        """Those of them that are compared, by slot and digests."""
         self._names: Counter[str] = Counter()
         self._reporter: Reporter | None = None
         if client is not None and at_server is not None:
@@ -183,15 +189,16 @@ class Attempt:
         """Return once every participant brought the same `value` of `what`; else raise `AgreementError`, alike on all.
 
         For what the opening does not know, such as the fingerprint of a compiler pass. Call it on every participant.
-        A rank that is interrupted here, or fails, tells the others.
+        A rank that is interrupted here, or fails, tells the others. Each call is a comparison of its own, also of what
+        was compared before.
         """
-        report, key = self._report_on(value), f"compare/{what}"
+        report, key = self._report_on(value), self.next_name(f"compare/{what}")
         try:
             drive(agree_in_time(report, key=key, deadline_s=deadline_s, where=self.where, what=what), self.store)
         except AgreementError:
             raise
         except BaseException as error:
-            self.withdraw(what, error)
+            self._withdraw(key, what, error)
             raise
 
     def withdraw(self, what: str, error: BaseException) -> None:
@@ -199,9 +206,12 @@ class Attempt:
 
         For a rank that cannot come to it. Takes a few seconds at most, whatever the store does, and raises nothing.
         """
+        self._withdraw(self.next_name(f"compare/{what}"), what, error)
+
+    def _withdraw(self, key: str, what: str, error: BaseException) -> None:
         reason = error.message if isinstance(error, ClientError) else f"{type(error).__name__}: {error}"
         report = replace(self._report_on(None), failure=f"it left the comparison of the {what}: {reason}")
-        withdraw_in_time(self.store, report, keys=(f"compare/{what}",))
+        withdraw_in_time(self.store, report, keys=(key,))
 
     def _report_on(self, value: str | None) -> Report:
         view = GroupView(role="participants", members=self.participants, digest=value)
@@ -213,13 +223,14 @@ class Attempt:
         """Before graph `slot` runs for the first time, compare its group digests (by role) within each group.
 
         It catches what a compile cache replays, since the graph runs on every rank whether a hook was called or not.
-        Raises `AgreementError`, alike on all ranks of a group.
+        Each call is a comparison of its own, also of a `slot` that was compared before. Raises `AgreementError`, alike
+        on all ranks of a group.
         """
         views = tuple(
             GroupView(role=role, members=members, digest=digests.get(role)) for role, members in self.groups.items()
         )
         report = Report(rank=self.rank, groups=views, signature=signature)
-        key, what = f"first/{slot}", "collectives of the graph"
+        key, what = self.next_name(f"first/{slot}"), "collectives of the graph"
         try:
             drive(agree_in_time(report, key=key, deadline_s=deadline_s, where=self.where, what=what), self.store)
         except Exception:
@@ -319,13 +330,14 @@ def open_attempt(
     if isinstance(cache, DefaultCache):
         # Without a server there is nothing to bridge the absence of.
         cache = None if client is None else default_cache()
-    where = Where(rank=rank, job=job, server=None if client is None else client.address)
+    where = Where(rank=rank, job=job, server=getattr(client, "address", None))
     members: dict[str, tuple[int, ...]] = {}
     wrong: BadArgument | None = None
     try:
         job = job or job_from_environment()
         where = where.at(job=job)
         refuse_bad_place(job=job, rank=rank, participants=participants, name=name)
+        base = store_of(store)
         try:
             members = read_groups(groups, rank)
         except BadArgument as error:
@@ -335,10 +347,9 @@ def open_attempt(
             raise BadArgument("rank", rank, f"one of the participants ({describe_ranks(ranks)})")
     except BadArgument as error:
         _leave_word(store, rank, where, error)
-        raise error.located(where) from None
+        raise error.located(where) from error.__cause__
     place = _openings.place(job, ranks, rank=rank, name=name)
     seen = Seen.at(place)
-    base = store or default_store()
     root = JobStore(base, prefix=f"bucketplan/{quote(job, safe='')}", where=where)
     opening_store = JobStore(base, prefix=PREFIX, where=where, call_s=_longest_call_s(deadline_s))
     nonce = uuid.uuid4().hex
@@ -353,6 +364,7 @@ def open_attempt(
         if wrong is not None:
             raise wrong
         refuse_bad_choices(mode=mode, on_unavailable=on_unavailable, cache=cache)
+        refuse_bad_parts(client=client, defaults=defaults, on_mismatch=on_mismatch)
         given = read_options(options)
         refuse_bad_seconds(deadline_s=deadline_s, server_s=server_s, grace_s=grace_s, plan_s=plan_s)
         setup = Setup(
@@ -451,8 +463,8 @@ def _leave_word(store: Store | None, rank: int, where: Where, error: BadArgument
     if not is_rank(rank):
         return
     try:
-        base = store or default_store()
-    except ValueError:
+        base = store_of(store)
+    except BadArgument:
         return  # there is nobody else
     word = leave_word(rank, Seen(failure=error.message))
     drive_apart(word, JobStore(base, prefix=PREFIX, where=where), told="has no place in the opening")

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bucketplan_client.arguments import BadArgument, is_unicode
 from bucketplan_client.cache import PlanCache
 from bucketplan_client.membership import GroupLike, members_of
+from bucketplan_client.store import default_store
+from bucketplan_client.transport import PlanClient
 from bucketplan_core.attempt import MAX_RANK
+from bucketplan_core.collectives import Options
 from bucketplan_core.errors import DecodeError, describe_ranks
 from bucketplan_core.wire import WireValue, pack, unpack
 
-__all__ = ["is_rank", "read_groups", "read_options", "refuse_bad_choices", "refuse_bad_place", "refuse_bad_seconds"]
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+__all__ = [
+    "is_rank",
+    "read_groups",
+    "read_options",
+    "refuse_bad_choices",
+    "refuse_bad_parts",
+    "refuse_bad_place",
+    "refuse_bad_seconds",
+    "store_of",
+]
 
 _MAX_SECONDS = 365 * 86_400
 _CHOICES = {"mode": ("leader", "every_rank"), "on_unavailable": ("local", "unbucketed", "error")}
@@ -70,6 +85,31 @@ def refuse_bad_choices(*, cache: object, **choices: object) -> None:
             raise BadArgument(option, value, " or ".join(map(repr, _CHOICES[option])))
     if cache is not None and not isinstance(cache, PlanCache):
         raise BadArgument("cache", cache, "a PlanCache, or None")
+
+
+def refuse_bad_parts(*, client: object, defaults: object, on_mismatch: object) -> None:
+    """Raise `BadArgument` for a `client` that is no `PlanClient`, `defaults` that are no `Options`, and no callable."""
+    if client is not None and not isinstance(client, PlanClient):
+        raise BadArgument("client", client, "a PlanClient, or None", remedy="Make it with PlanClient(address)")
+    if defaults is not None and not isinstance(defaults, Options):
+        raise BadArgument("defaults", defaults, "Options, or None")
+    if not callable(on_mismatch):
+        raise BadArgument("on_mismatch", on_mismatch, "a function of one error")
+
+
+def store_of(store: Store | None) -> Store:
+    """The job's rendezvous store, by default that of torch.distributed; raises `BadArgument` where there is none."""
+    from torch.distributed import distributed_c10d
+
+    if store is None:
+        try:
+            return default_store()
+        except ValueError as error:
+            remedy = "Call torch.distributed.init_process_group first, or pass store="
+            raise BadArgument("store", None, "a store, since there is no process group", remedy=remedy) from error
+    if not isinstance(store, distributed_c10d.Store):
+        raise BadArgument("store", store, "a store of torch.distributed, or None")
+    return store
 
 
 def read_options(options: Mapping[str, WireValue] | None) -> dict[str, WireValue]:

@@ -12,13 +12,15 @@ from bucketplan_core.errors import DecodeError
 from bucketplan_core.fields import Fields
 from bucketplan_core.wire import WireValue, pack, unpack
 
-__all__ = ["Hello", "OnUnavailable", "Opened", "Outcome", "OutcomeKind", "Source"]
+__all__ = ["Hello", "OnUnavailable", "Opened", "Outcome", "OutcomeKind", "Source", "shortened"]
 
 OnUnavailable = Literal["local", "unbucketed", "error"]
 OutcomeKind = Literal["commit", "unbucketed", "abort"]
 Source = Literal["server", "cache", "local"]
 
 _MAX_ROLES = 1_000
+_LONGEST_TEXT = 2_000
+"""Characters of a reason: what `Fields` reads is more, and a server or a proxy may say anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +129,8 @@ class Opened:
 class Outcome:
     """The one decision about an attempt, as it stands in the store.
 
-    `source` says where the epoch of a commit came from. `reason` and `remedy` are for people; `missing` and `odd` are
+    `source` says where the epoch of a commit came from. `reason` and `remedy` are for people, and cut where they are
+    longer than a rank would read; `missing` and `odd` are
     the ranks that an abort is about. `nonce` is different for every opening. `participants` is the digest of those
     whose outcome it is.
     """
@@ -151,8 +154,8 @@ class Outcome:
                 "odd": list(self.odd),
                 "opened": None if self.opened is None else self.opened.to_wire(),
                 "participants": self.participants,
-                "reason": self.reason,
-                "remedy": self.remedy,
+                "reason": shortened(self.reason),
+                "remedy": shortened(self.remedy),
                 "source": self.source,
             }
         )
@@ -177,6 +180,12 @@ class Outcome:
         if (outcome.kind == "commit") != (outcome.opened is not None):
             raise DecodeError("outcome.opened", opened, "must be there exactly for a commit")
         return outcome
+
+
+def shortened(text: str) -> str:
+    """`text`, or its beginning and how much was left out."""
+    left_out = len(text) - _LONGEST_TEXT
+    return text if left_out <= 0 else f"{text[:_LONGEST_TEXT]} [and {left_out:,} more characters]"
 
 
 def _int_tuple(fields: Fields, key: str) -> tuple[int, ...]:

@@ -21,7 +21,15 @@ from typing import Literal
 
 from bucketplan_client.arguments import printable
 from bucketplan_client.errors import Problem, ServerError, ServerRefused
-from bucketplan_client.opening_documents import Hello, OnUnavailable, Opened, Outcome, OutcomeKind, Source
+from bucketplan_client.opening_documents import (
+    Hello,
+    OnUnavailable,
+    Opened,
+    Outcome,
+    OutcomeKind,
+    Source,
+    shortened,
+)
 from bucketplan_client.opening_places import Seen, leave_word, seen_elsewhere
 from bucketplan_client.protocol import Get, GetMany, Now, Protocol, Put, PutOnce, Wait
 from bucketplan_core.attempt import AttemptRequest
@@ -49,11 +57,12 @@ __all__ = [
 
 OpenMode = Literal["leader", "every_rank"]
 
-_LONGEST_REASON = 2_000
+_MOST_SIDES = 4
 _LOOK_S = 2.0
 """How often a rank that waits for the leader's draft looks for an outcome instead."""
 _ASKS_FOR_PATIENCE = (408, 425, 429)
 _VERSIONS = ("capture", "rewriter", "schema")
+_NOT_GIVEN = object()
 _FIRST = Seen(key="opening/0")
 
 
@@ -187,7 +196,7 @@ def leave_opening(hello: Hello, seen: Seen, *, nonce: str, reason: str, remedy: 
 
     The abort stands before the hello, which wakes a leader that has no rank but this one to wait for.
     """
-    text = f"rank {hello.rank} left it: {reason[:_LONGEST_REASON]}"
+    text = f"rank {hello.rank} left it: {reason}"
     abort = Outcome(kind="abort", nonce=nonce, reason=printable(text), remedy=printable(remedy), odd=(hello.rank,))
     yield PutOnce(outcome_key(seen), abort.encoded())
     yield Put(_hello_key(seen, hello.rank), hello.encoded())
@@ -365,9 +374,10 @@ def _read_hellos(setup: Setup, encoded: Sequence[bytes]) -> list[Hello] | Outcom
 
 def judge_hellos(hellos: Sequence[Hello], setup: Setup) -> Outcome | None:
     """What keeps these ranks, all of one release, from opening together; None when nothing does."""
+    differing = _differing_options(hellos)
     shown: tuple[tuple[str, Callable[[Hello], str]], ...] = (
         ("participants", lambda hello: hello.participants[:12]),
-        ("options", lambda hello: _show(hello.options)),
+        ("options", lambda hello: _show(hello.options, differing)),
         ("choice of on_unavailable", lambda hello: hello.on_unavailable),
     )
     for what, value_of in shown:
@@ -447,7 +457,12 @@ def _without(setup: Setup, missing: Sequence[int], elsewhere: Mapping[int, Seen]
 
 def _disagree(setup: Setup, what: str, found: Mapping[str, Sequence[int]], remedy: str) -> Outcome:
     sides = sorted(found.items(), key=lambda item: (-len(item[1]), item[1]))
-    held = "; ".join(f"{describe_ranks(ranks)} hold{'s' if len(ranks) == 1 else ''} {value}" for value, ranks in sides)
+    held = "; ".join(
+        f"{describe_ranks(ranks)} hold{'s' if len(ranks) == 1 else ''} {shortened(value)}"
+        for value, ranks in sides[:_MOST_SIDES]
+    )
+    if len(sides) > _MOST_SIDES:
+        held += f"; and {len(sides) - _MOST_SIDES} more values"
     odd = [rank for _, ranks in sides[1:] for rank in ranks]
     return _abort(setup, f"the ranks do not agree on the {what}: {held}", remedy=remedy, odd=odd)
 
@@ -463,8 +478,14 @@ def _by_value(hellos: Sequence[Hello], value_of: Callable[[Hello], object]) -> d
     return found
 
 
-def _show(options: Mapping[str, WireValue]) -> str:
-    return "{" + ", ".join(f"{name}={options[name]!r}" for name in sorted(options)) + "}"
+def _differing_options(hellos: Sequence[Hello]) -> list[str]:
+    names = sorted({name for hello in hellos for name in hello.options})
+    return [name for name in names if len({repr(hello.options.get(name, _NOT_GIVEN)) for hello in hellos}) > 1]
+
+
+def _show(options: Mapping[str, WireValue], names: Sequence[str]) -> str:
+    """Those of `names` that are given."""
+    return "{" + ", ".join(f"{name}={options[name]!r}" for name in names if name in options) + "}"
 
 
 def outcome_key(seen: Seen) -> str:

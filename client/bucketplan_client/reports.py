@@ -22,6 +22,7 @@ from bucketplan_core.wire import WireValue, pack
 __all__ = ["Reporter"]
 
 _LOG = logging.getLogger(__name__)
+_Packed = tuple[RankReport, WireValue]
 
 _MOST_WAITING = 1_000
 _BATCH_BYTES = 2**19
@@ -31,6 +32,9 @@ _TEXT_CHARACTERS = 200
 _ABOUT_A_REPORT = (400, 409, 413, 422)
 """What a server says of what one report holds, which others in the same call need not share."""
 _DEADLINE_S = 20.0
+_FIRST_PAUSE_S = 2.0
+_LONGEST_PAUSE_S = 60.0
+"""Between tries at a server that is away: reports are worth waiting for, and nobody waits for them."""
 _SPREAD_S = 2.0
 """Ranks compile at the same moment; their reports need not arrive at the same moment."""
 
@@ -38,9 +42,9 @@ _SPREAD_S = 2.0
 class Reporter:
     """Sends reports about one attempt, in batches, from a thread of its own.
 
-    With `at_server` it follows the attempt's number there, and opens the attempt again where the server has lost it. A
-    report that the server refuses is logged as a warning and costs no other. What a report may not hold all of is
-    shortened and says so.
+    With `at_server` it follows the attempt's number there, and opens the attempt again where the server has lost it.
+    What a server that is away does not take is sent again until `close`. A report that it refuses is a warning in the log
+    and costs no other. What a report may not hold all of is shortened and says so.
     """
 
     def __init__(
@@ -80,33 +84,43 @@ class Reporter:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        pause_s = 0.0
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._ends is not None)
                 if not self._waiting:
                     return
-                self._changed.wait_for(lambda: self._ends is not None, uniform(0.0, _SPREAD_S))
-                taken = list(self._waiting)
+                self._changed.wait_for(lambda: self._ends is not None, pause_s + uniform(0.0, _SPREAD_S))
+                taken, last = list(self._waiting), self._ends is not None
                 self._waiting.clear()
+            left: list[RankReport] = []
             for batch in _batches(taken):
-                self._deliver(batch)
+                left += [report for report, _ in batch] if left else self._deliver(batch)
+            if left and last:
+                _LOG.warning("%d reports were not delivered before the end of the attempt", len(left))
+                return
+            pause_s = min(max(_FIRST_PAUSE_S, 2 * pause_s), _LONGEST_PAUSE_S) if left else 0.0
+            with self._changed:
+                self._waiting.extendleft(reversed(left))
 
-    def _deliver(self, batch: Sequence[WireValue]) -> None:
-        """Send these reports in one call, and where one of them may be refused, each in its own."""
+    def _deliver(self, batch: Sequence[_Packed]) -> list[RankReport]:
+        """Send these reports in one call, or each in its own where one may be refused; what is left to send."""
         try:
-            self._post(batch)
+            self._post([tree for _, tree in batch])
         except ServerRefused as refused:
             refused.located(self._where)
             if len(batch) > 1 and refused.problem.status in _ABOUT_A_REPORT:
-                for report in batch:
-                    self._deliver([report])
-            elif refused.problem.status < 500:
+                return [left for report in batch for left in self._deliver([report])]
+            if refused.problem.status < 500:
                 reports = "a report was" if len(batch) == 1 else f"{len(batch)} reports were"
                 _LOG.warning("%s refused: %s", reports, refused)
-            else:
-                _LOG.info("%d reports were not delivered: %s", len(batch), refused)
+                return []
+            _LOG.info("%d reports are not delivered yet: %s", len(batch), refused)
         except ClientError as error:
-            _LOG.info("%d reports were not delivered: %s", len(batch), error.located(self._where))
+            _LOG.info("%d reports are not delivered yet: %s", len(batch), error.located(self._where))
+        else:
+            return []
+        return [report for report, _ in batch]
 
     def _post(self, batch: Sequence[WireValue]) -> None:
         left_s = _DEADLINE_S if self._ends is None else min(_DEADLINE_S, self._ends - time.monotonic())
@@ -140,9 +154,9 @@ def _cut(text: str) -> str:
     return text if len(text) <= _TEXT_CHARACTERS else f"{text[: _TEXT_CHARACTERS - 3]}..."
 
 
-def _batches(reports: Sequence[RankReport]) -> Iterator[list[WireValue]]:
+def _batches(reports: Sequence[RankReport]) -> Iterator[list[_Packed]]:
     """The reports in their order, as many at a time as fit into `_BATCH_BYTES`; one that is larger comes alone."""
-    batch: list[WireValue] = []
+    batch: list[_Packed] = []
     num_bytes = 0
     for report in reports:
         tree = report.to_wire()
@@ -154,7 +168,7 @@ def _batches(reports: Sequence[RankReport]) -> Iterator[list[WireValue]]:
         if batch and num_bytes + size > _BATCH_BYTES:
             yield batch
             batch, num_bytes = [], 0
-        batch.append(tree)
+        batch.append((report, tree))
         num_bytes += size
     if batch:
         yield batch

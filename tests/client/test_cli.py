@@ -288,6 +288,8 @@ class TestCalibrate:
         assert lost.exit_code == 3, lost.output
         assert "bucketplan calibrate --store two-gloo --from two-gloo.profile.json" in lost.stderr
         assert "error on sizes not fitted" in lost.stdout
+        document = json.loads(CliRunner().invoke(app, [*nobody, "--json"]).stdout)
+        assert document["error"]["exit_status"] == 3, "an error is the one document"
         measured = MeasuredProfile.from_wire(from_json((tmp_path / "two-gloo.profile.json").read_bytes()))
         assert measured.shape == GroupShape(2, 1)
         with running_server(tmp_path) as running:

@@ -90,6 +90,15 @@ def test_role_and_namespace_of_a_token_that_does_are_said_and_nothing_is_stored(
         assert client.get("/v1/jobs/teamb~llama/attempts").body["attempts"] == []
 
 
+@pytest.mark.parametrize("folder", ["/dev/null", "/dev/null/below"])
+def test_no_cache_by_choice_is_well_and_said(monkeypatch, folder):
+    monkeypatch.setenv("BUCKETPLAN_CACHE", folder)
+    check = _cache()
+    assert check.ok
+    assert folder in check.found
+    assert "no epoch" in check.found
+
+
 def test_a_cache_without_room_is_not_well_though_an_empty_file_can_be_made(tmp_path):
     limits, told = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
+from bucketplan_client.errors import ClientError
 from bucketplan_client.reports import Reporter
 from bucketplan_client.testing import InMemoryPlanServer
 from bucketplan_client.transport import PlanClient
@@ -113,6 +117,38 @@ def test_report_after_which_nothing_answers_does_not_hold_up_the_end():
         reporter._thread.join(60.0)
         assert not reporter._thread.is_alive()
     assert server.reports == []
+
+
+def test_report_waits_for_a_server_that_is_away(monkeypatch):
+    monkeypatch.setattr("bucketplan_client.reports._DEADLINE_S", 0.2)
+    monkeypatch.setattr("bucketplan_client.reports._FIRST_PAUSE_S", 0.1)
+    server = InMemoryPlanServer()
+    with server.client() as client:
+        reporter = open_job(client, "back")
+        server.available = False
+        tried = threading.Event()
+        monkeypatch.setattr(reporter, "_post", _telling(tried, reporter._post))
+        for ordinal in range(3):
+            reporter.send(RankReport(rank=0, slot="joint", ordinal=ordinal))
+        assert tried.wait(60.0), "it was refused a connection at least once"
+        server.available = True
+        deadline = time.monotonic() + 60.0
+        while len(server.reports) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        # Before the attempt is closed: a state of the attempt is looked at while it runs.
+        assert [report.ordinal for report in server.reports] == [0, 1, 2]
+        reporter.close()
+
+
+def _telling(failed: threading.Event, post: Callable[[Any], None]) -> Callable[[Any], None]:
+    def told(batch: Any) -> None:
+        try:
+            post(batch)
+        except ClientError:
+            failed.set()
+            raise
+
+    return told
 
 
 def test_token_that_is_refused_is_said_once(tmp_path, caplog):

@@ -77,16 +77,15 @@ def calibrate(
                 status = run_rank(_flags({**given, "output": path} if kept else given))
             if status or os.environ["RANK"] != "0":
                 raise typer.Exit(status)
-            if as_json:
-                print_json(from_json(path.read_bytes()))
         else:
             report = _run_job(context, ranks, {**given, "output": path})
-            if as_json:
-                print_json(from_json(path.read_bytes()))
-            else:
+            if not as_json:
                 sys.stdout.write(report)
         if store is not None:
             _store(context, _read(context, path), reason, kept=output)
+        # Last, since an error is the one document on stdout.
+        if as_json:
+            print_json(from_json(path.read_bytes()))
 
 
 def _name_of(name: str | None, store: str | None, measured: Path | None) -> str:

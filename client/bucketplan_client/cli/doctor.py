@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from bucketplan_client.answers import Answer
 from bucketplan_client.arguments import BadArgument
-from bucketplan_client.cache import default_cache_folder
+from bucketplan_client.cache import default_cache, default_cache_folder
 from bucketplan_client.environment import DISABLE_VARIABLE, disabled_by_environment, job_from_environment
 from bucketplan_client.errors import BadAddress, BadToken, ClientError, ServerRefused
 from bucketplan_client.lean_httpx import httpx
@@ -241,6 +241,9 @@ def _host() -> list[Check]:
 
 def _cache() -> Check:
     folder = default_cache_folder()
+    if default_cache() is None:
+        found = f"none ({folder}): a start while the server is away has no epoch to go on with"
+        return Check(name="cache", ok=True, found=found)
     probe = folder / f".doctor-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
