@@ -24,7 +24,7 @@ ANSWER_BYTES = 2**18
 READ_REPORTS = 100
 """Reports of ranks whose fields are read on the loop."""
 SORTED_REPORTS = 200
-"""Reports of ranks, known and new ones, compared on the loop."""
+"""Reports of ranks compared on the loop with those that are known under their names."""
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -16,6 +16,7 @@ from bucketplan_server.store.arrivals import (
     MAX_MEMBER_LISTS,
     MAX_REPORT_BYTES_PER_RANK,
     MAX_REPORTS_PER_RANK,
+    Known,
     encode_reports,
     sort_arrivals,
 )
@@ -437,11 +438,12 @@ class TestLimitsOfARank:
 
     def test_bytes(self):
         long = [RankReport(rank=0, slot="joint", ordinal=o, skipped=["x" * 2**20]) for o in range(17)]
-        found = sort_arrivals({}, encode_reports([*long, RankReport(rank=1, slot="joint")]))
+        found = sort_arrivals(Known(), encode_reports([*long, RankReport(rank=1, slot="joint")]))
         assert [refused is None for refused in found.refused] == [True] * 15 + [False] * 2 + [True]
         assert found.refused[15].fields == {"limit": MAX_REPORT_BYTES_PER_RANK, "rank": 0}
-        known = {(each.rank, each.slot, each.ordinal): encoded for each, encoded in found.new}
-        again = sort_arrivals(known, encode_reports([long[0], long[15]]))
+        stored = {(each.rank, each.slot, each.ordinal): encoded for each, encoded in found.new}
+        size = sum(len(encoded) for (rank, _, _), encoded in stored.items() if rank == 0)
+        again = sort_arrivals(Known(stored, {0: 15}, {0: size}), encode_reports([long[0], long[15]]))
         assert [refused is None for refused in again.refused] == [True, False]
 
     def test_a_report_that_differs_is_named_by_its_place(self, client):

@@ -7,23 +7,28 @@ nor make the state of an attempt, which reads every report, a burden.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from bucketplan_core.attempt import RankReport
-from bucketplan_core.wire import WireValue, pack, unpack
+from bucketplan_core.wire import WireValue, digest_of, pack, unpack
 
 __all__ = [
     "MAX_MEMBER_LISTS",
     "MAX_REPORTS_PER_RANK",
     "MAX_REPORT_BYTES_PER_RANK",
     "Arrival",
+    "Known",
+    "Lists",
     "Name",
     "RefusedReport",
     "Sorted",
+    "crowded_ranks",
     "encode_reports",
     "sort_arrivals",
+    "stored_lists",
+    "wanted_lists",
 ]
 
 MAX_REPORTS_PER_RANK = 1_024
@@ -36,6 +41,8 @@ _ADVICE = "find out why it compiles again and again, or open a new attempt"
 
 Name = tuple[int, str, int]
 """Rank, slot and ordinal of a report."""
+Lists = dict[str, set[str]]
+"""Different lists of members by role, each as its digest: a list may name every rank."""
 
 
 class Arrival(NamedTuple):
@@ -43,6 +50,20 @@ class Arrival(NamedTuple):
 
     report: RankReport
     encoded: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the ranks of arriving reports have stored in the attempt.
+
+    `reports` has those under a name that arrives, None for one of another length than what arrives; `counts` and
+    `sizes` are of all reports by rank; `lists` has the stored lists of members of `crowded_ranks`.
+    """
+
+    reports: Mapping[Name, bytes | None] = field(default_factory=dict)
+    counts: Mapping[int, int] = field(default_factory=dict)
+    sizes: Mapping[int, int] = field(default_factory=dict)
+    lists: Mapping[int, Lists] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,35 +88,33 @@ def encode_reports(reports: Sequence[RankReport]) -> list[Arrival]:
     return [Arrival(report, pack(report.to_wire())) for report in reports]
 
 
-def sort_arrivals(known: Mapping[Name, bytes], arrived: Sequence[Arrival]) -> Sorted:
-    """Sort `arrived` in their order; `known` is everything that their ranks have stored in the attempt.
+def sort_arrivals(known: Known, arrived: Sequence[Arrival]) -> Sorted:
+    """Sort `arrived` in their order; `known` is what their ranks have stored in the attempt.
 
     A repeated report is always taken. Above `MAX_REPORTS_PER_RANK`, `MAX_REPORT_BYTES_PER_RANK` or
     `MAX_MEMBER_LISTS` a new one is refused, and so is one whose name stands for another content.
     """
-    held = dict(known)
-    counts = Counter(rank for rank, _, _ in known)
-    sizes = Counter[int]()
-    for (rank, _, _), encoded in known.items():
-        sizes[rank] += len(encoded)
-    lists = _MemberLists(known)
+    held = dict(known.reports)
+    counts = Counter(known.counts)
+    sizes = Counter(known.sizes)
+    lists = _MemberLists(known, arrived)
     found = Sorted()
     for arrival in arrived:
         report, encoded = arrival
         name = (report.rank, report.slot, report.ordinal)
-        before = held.get(name)
+        is_new = name not in held
         refused = None
-        if before is None:
+        if is_new:
             refused = (
                 _beyond(report, "reports", counts[report.rank] + 1, MAX_REPORTS_PER_RANK)
                 or _beyond(report, "bytes of reports", sizes[report.rank] + len(encoded), MAX_REPORT_BYTES_PER_RANK)
-                or lists.beyond(report, num_reports=counts[report.rank])
+                or lists.beyond(report)
             )
-        elif before != encoded:
+        elif held[name] != encoded:
             detail = f"rank {report.rank} has reported {report.slot} {report.ordinal} differently before"
             refused = RefusedReport("", f"{detail}; the first report stays", {"rank": report.rank})
         found.refused.append(refused)
-        if refused is None and before is None:
+        if refused is None and is_new:
             held[name] = encoded
             counts[report.rank] += 1
             sizes[report.rank] += len(encoded)
@@ -104,31 +123,56 @@ def sort_arrivals(known: Mapping[Name, bytes], arrived: Sequence[Arrival]) -> So
     return found
 
 
+def crowded_ranks(counts: Mapping[int, int], arrived: Sequence[Arrival]) -> set[int]:
+    """Ranks that could get above `MAX_MEMBER_LISTS`: no more lists than reports can have been."""
+    after = Counter(arrival.report.rank for arrival in arrived)
+    return {rank for rank, number in after.items() if counts.get(rank, 0) + number > MAX_MEMBER_LISTS}
+
+
+def wanted_lists(arrived: Sequence[Arrival], ranks: Collection[int]) -> dict[int, Lists]:
+    """The lists of members that the reports of `ranks` name, by rank and role."""
+    wanted: dict[int, Lists] = {}
+    for report, _ in arrived:
+        if report.rank in ranks and report.members:
+            _add_lists(wanted.setdefault(report.rank, {}), report.members)
+    return wanted
+
+
+def stored_lists(encoded: Iterable[bytes], roles: Collection[str]) -> Lists:
+    """The lists of members that stored reports name in `roles`, by role."""
+    found: Lists = {}
+    for one in encoded:
+        tree = unpack(one)
+        members = tree.get("members") if isinstance(tree, dict) else None
+        if isinstance(members, dict):
+            _add_lists(found, {role: ranks for role, ranks in members.items() if role in roles})
+    return found
+
+
+def _add_lists(lists: Lists, members: Mapping[str, Iterable[WireValue]]) -> None:
+    for role, ranks in members.items():
+        lists.setdefault(role, set()).add(digest_of(pack(list(ranks))))
+
+
 class _MemberLists:
-    """The different lists of members that ranks have reported by role.
+    """The different lists of members that those ranks have reported by role that could get above the limit."""
 
-    Stored reports are decoded only for a rank that could be at the limit: no more lists than reports can have been.
-    """
-
-    def __init__(self, known: Mapping[Name, bytes]) -> None:
-        self._known = known
-        self._decoded: set[int] = set()
-        self._lists: dict[tuple[int, str], set[tuple[int, ...]]] = {}
+    def __init__(self, known: Known, arrived: Sequence[Arrival]) -> None:
+        self._crowded = crowded_ranks(known.counts, arrived)
+        self._lists = {
+            rank: {role: set(found) for role, found in known.lists.get(rank, {}).items()} for rank in self._crowded
+        }
 
     def add(self, report: RankReport) -> None:
-        for role, ranks in report.members.items():
-            self._lists.setdefault((report.rank, role), set()).add(ranks)
+        if report.rank in self._crowded:
+            _add_lists(self._lists[report.rank], report.members)
 
-    def beyond(self, report: RankReport, *, num_reports: int) -> RefusedReport | None:
-        if num_reports < MAX_MEMBER_LISTS or not report.members:
+    def beyond(self, report: RankReport) -> RefusedReport | None:
+        if report.rank not in self._crowded:
             return None
-        if report.rank not in self._decoded:
-            self._decoded.add(report.rank)
-            for role, ranks in _stored_members(self._known, report.rank):
-                self._lists.setdefault((report.rank, role), set()).add(ranks)
         for role, ranks in report.members.items():
-            lists = self._lists.get((report.rank, role), set())
-            if ranks not in lists and len(lists) >= MAX_MEMBER_LISTS:
+            lists = self._lists[report.rank].get(role, set())
+            if len(lists) >= MAX_MEMBER_LISTS and digest_of(pack(list(ranks))) not in lists:
                 return RefusedReport(
                     f"members.{role}",
                     f"rank {report.rank} has reported {MAX_MEMBER_LISTS} different lists of members of {role!r} in "
@@ -136,15 +180,6 @@ class _MemberLists:
                     {"limit": MAX_MEMBER_LISTS, "rank": report.rank, "role": role},
                 )
         return None
-
-
-def _stored_members(known: Mapping[Name, bytes], rank: int) -> Iterable[tuple[str, tuple[int, ...]]]:
-    for (holder, _, _), encoded in known.items():
-        if holder == rank:
-            tree = unpack(encoded)
-            members = tree.get("members") if isinstance(tree, dict) else None
-            if isinstance(members, dict):
-                yield from ((role, tuple(ranks)) for role, ranks in members.items())
 
 
 def _beyond(report: RankReport, what: str, number: int, limit: int) -> RefusedReport | None:

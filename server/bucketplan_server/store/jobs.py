@@ -18,6 +18,7 @@ from bucketplan_server.beside import SORTED_REPORTS, beside_now
 from bucketplan_server.store.arrivals import Arrival, RefusedReport, sort_arrivals
 from bucketplan_server.store.engine import Store
 from bucketplan_server.store.events import Cause, append_event
+from bucketplan_server.store.known import known_of
 from bucketplan_server.store.plans import ACTIVE_PLANS, IS_OVERRIDE, PLANNER_REVISION, insert_or_ignore
 from bucketplan_server.store.tables import active, attempts, epochs, events, job_signatures, reports, revisions
 
@@ -258,8 +259,8 @@ async def store_reports(
     """
     now = time.time_ns()
     async with store.write() as connection:
-        known = await _known_reports(connection, job, attempt, {arrival.report.rank for arrival in arrived})
-        found = await beside_now(len(known) + len(arrived) > SORTED_REPORTS, sort_arrivals, known, arrived)
+        known = await known_of(connection, job, attempt, arrived)
+        found = await beside_now(len(arrived) > SORTED_REPORTS or bool(known.lists), sort_arrivals, known, arrived)
         if found.new:
             rows, listed = await beside_now(len(found.new) > SORTED_REPORTS, _rows, job, attempt, found.new, now)
             # In parts: the loop prepares the parameters of a statement, and others wait for it meanwhile.
@@ -293,18 +294,6 @@ def _rows(
         )
         listed.append([report.rank, report.slot, report.ordinal, digest_of(encoded)])
     return rows, listed
-
-
-async def _known_reports(
-    connection: AsyncConnection, job: str, attempt: int, ranks: set[int]
-) -> dict[tuple[int, str, int], bytes]:
-    name = (reports.c.rank, reports.c.slot, reports.c.ordinal)
-    query = select(*name, reports.c.report).where(reports.c.job == job, reports.c.attempt == attempt)
-    known: dict[tuple[int, str, int], bytes] = {}
-    for part in _parts(ranks):
-        rows = await connection.execute(query.where(reports.c.rank.in_(part)))
-        known.update(((rank, slot, ordinal), report) for rank, slot, ordinal, report in rows)
-    return known
 
 
 async def mark_of_reports(store: Store, job: str, attempt: int) -> tuple[int, int]:
