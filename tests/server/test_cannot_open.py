@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bucketplan_server.cli import app
+from bucketplan_server.store.engine import without_password
 from tests.support.postgres import PostgresAddress, running_postgres
 
 CREATE = ("token", "create", "me", "--role", "rank")
@@ -205,6 +206,35 @@ class TestBackup:
 )
 def test_an_address_that_can_be_none_is_wrong_usage(database):
     assert "--database (BUCKETPLAN_DATABASE): " in refused("migrate", "--database", database, status=2)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda words: words[-1])
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("127.0.0.1:1/db?user=u&password=SECRET", "127.0.0.1:1/db?user=u&password=***"),
+        ("u:SECRET@127.0.0.1:1/db?pass%77ord=SECRET", "u:***@127.0.0.1:1/db?password=***"),
+        ("127.0.0.1:1/db?passfile=/SECRET&sslpassword=SECRET", "127.0.0.1:1/db?passfile=***&sslpassword=***"),
+        ("127.0.0.1:1/db?user=u;password=SECRET", "127.0.0.1:1/db?user=***"),
+        ("127.0.0.1:1/db&password=SECRET", "***"),
+        ("u:p@SECRET@127.0.0.1:1/db", "***"),
+    ],
+)
+def test_no_secret_of_an_address_is_shown(command, address, shown):
+    line = refused(*command, "--database", f"postgresql://{address}")
+    assert line.startswith(f"postgresql://{shown} cannot be opened: ")
+    assert "SECRET" not in line
+
+
+def test_an_address_that_cannot_be_read_is_not_shown():
+    assert without_password("postgresql://u:SECRET@host:port/db") == "postgresql://***"
+
+
+@pytest.mark.parametrize(
+    "address", ["x=1.db", "sqlite:////a/x=1.db", "postgresql://u@h/db?host=%2Ftmp&sslmode=disable"]
+)
+def test_what_holds_no_secret_is_shown_as_it_was_given(address):
+    assert without_password(address) == address
 
 
 @pytest.mark.postgres

@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import sqlite3
 import stat
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, quote_plus
 
 from sqlalchemy import Connection, RowMapping, event, inspect, text
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DataError, IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncTransaction, create_async_engine
 
 from bucketplan_server.store.integrity import file_damage
@@ -43,7 +44,10 @@ __all__ = [
 WRITER_LOCK = 0x6275636B6574
 """Key of the advisory lock that orders writers on PostgreSQL: "bucket" in ASCII."""
 
-
+_HARMLESS = ("host", "port", "user", "database", "ssl", "sslmode", "target_session_attrs")
+"""Parameters of a database address whose values are shown."""
+_PLAIN = re.compile(r"[\w .,:/%+\[\]-]*")
+"""What a host, a name and a harmless value consist of: nothing that separates one part of an address from another."""
 _BOUNDS = ("idle_in_transaction_session_timeout", "lock_timeout")
 """What ends the transactions of a replica that hangs, also those in which it waits for its turn to write: the time that
 a transaction has anyway, but kept by the database."""
@@ -311,9 +315,26 @@ def store_url(database: str) -> URL:
 
 
 def without_password(database: str) -> str:
-    """The setting `database` as it may be shown."""
-    url = make_url(database) if "://" in database else None
-    return database if url is None or url.password is None else url.render_as_string(hide_password=True)
+    """The setting `database` as it may be shown: without anything in it that is, or may be a part of, a secret."""
+    if "://" not in database:
+        return database
+    try:
+        url = make_url(database)
+    except (ArgumentError, ValueError):
+        url = None
+    is_postgres = url is not None and url.get_backend_name() == "postgresql"
+    if url is None or (is_postgres and not all(_PLAIN.fullmatch(part or "") for part in (url.host, url.database))):
+        # A password with an @, or a mistyped query, ends up in host or name.
+        return f"{database.partition('://')[0]}://***"
+    shown = {name: _shown_values(name, values) for name, values in url.normalized_query.items()}
+    if url.password is None and shown == {name: list(values) for name, values in url.normalized_query.items()}:
+        return database
+    query = "&".join(f"{quote_plus(name)}={value}" for name, values in shown.items() for value in values)
+    return url.set(query={}).render_as_string(hide_password=True) + (f"?{query}" if query else "")
+
+
+def _shown_values(name: str, values: Sequence[str]) -> list[str]:
+    return [value if name in _HARMLESS and _PLAIN.fullmatch(value) else "***" for value in values]
 
 
 @contextlib.asynccontextmanager
