@@ -43,8 +43,8 @@ class Reporter:
     """Sends reports about one attempt, in batches, from a thread of its own.
 
     With `at_server` it follows the attempt's number there, and opens the attempt again where the server has lost it.
-    What a server that is away does not take is sent again until `close`. A report that it refuses is a warning in the log
-    and costs no other. What a report may not hold all of is shortened and says so.
+    What a server that is away does not take is sent again until `close`. A report that it refuses is logged
+    as a warning and costs no other. What a report may not hold all of is shortened and says so.
     """
 
     def __init__(

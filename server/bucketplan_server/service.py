@@ -36,6 +36,10 @@ from bucketplan_server.store.plans import (
 __all__ = ["Found", "Pending", "PlanService", "unknown_signature"]
 
 
+_CHECKED_AT_ONCE = 500
+"""Overrides of an epoch that a read of one plan still checks all of, to remember the epoch."""
+
+
 class Pending(Exception):
     """Planning of `signature` takes longer than a caller may wait; repeating the call is harmless."""
 
@@ -166,18 +170,27 @@ class PlanService:
                 return None
         except StoreError as error:
             raise self.store_unavailable(error) from None
-        if not await self.withheld(found, namespace):
+        if not found.overrides:
             self.epochs.put(found, namespace)
+        elif len(found.overrides) <= _CHECKED_AT_ONCE:
+            # An opening looks at all of them, however many; a read of one plan must not.
+            await self.withheld(found, namespace)
         return found
 
-    async def withheld(self, epoch: Epoch, namespace: str | None) -> frozenset[str]:
-        """Signatures whose override a leader may have made up, see `never_served`: their bytes are not given out."""
+    async def withheld(self, epoch: Epoch, namespace: str | None, *, only: str | None = None) -> frozenset[str]:
+        """Signatures whose override a leader may have made up, see `never_served`: their bytes are not given out.
+
+        With `only`, whether that signature is one of them. An epoch without any is remembered.
+        """
         if not epoch.overrides or self.epochs.get(epoch.id, namespace) is not None:
             return frozenset()
         try:
-            return await never_served(self._store, epoch, namespace)
+            found = await never_served(self._store, epoch, namespace, only=only)
         except StoreError as error:
             raise self.store_unavailable(error) from None
+        if only is None and not found:
+            self.epochs.put(epoch, namespace)
+        return found
 
     async def under(self, entry: Entry, epoch: str | None, *, namespace: str | None = None) -> Served:
         """What a caller of `namespace` gets of an entry: under an epoch what it fixed, else the active revision."""
@@ -190,14 +203,14 @@ class PlanService:
         digest = found.digest_for(signature)
         if digest is None:
             return await self._whole(entry.first)
-        if signature in await self.withheld(found, namespace):
+        served = await self._fixed(signature, digest)
+        if served is not None and signature in await self.withheld(found, namespace, only=signature):
             raise Problem(
                 "unknown-revision",
                 f"epoch {epoch} was adopted and fixes decision {digest}, which was never served to its job as far as "
                 "this store knows; activate that revision for the job",
                 fields={"signature": signature, "digest": digest, "epoch": epoch},
             )
-        served = await self._fixed(signature, digest)
         if served is None:
             raise Problem(
                 "unknown-revision",

@@ -92,3 +92,16 @@ def test_a_leader_makes_up_no_epoch_to_be_served_what_was_never_activated(guarde
         guarded.post("operator", f"/v1/plans/{signature}/activate", wanted).raise_for_status()
     for accept in ("application/json", "application/msgpack"):
         assert (read(accept).status_code, read(accept).headers["bucketplan-revision"]) == (200, "2")
+
+
+FORM = {"Content-Type": "application/x-www-form-urlencoded"}
+
+
+def test_what_the_whole_log_was_verified_with_is_not_for_one_namespace(guarded, signature):
+    asked = guarded.call("auditor", "POST", "/events/verify", headers={"Origin": guarded.server.url, **FORM})
+    assert asked.status_code == 303
+    pages = {token: guarded.call(token, "GET", "/events").text for token in ("auditor", "a-auditor")}
+    said = [(token, words in text) for token, text in pages.items() for words in ("The chain holds", "/events/verify")]
+    assert said == [("auditor", True), ("auditor", True), ("a-auditor", False), ("a-auditor", False)]
+    refused = guarded.call("a-auditor", "GET", "/events?kind=none")
+    assert (refused.status_code, "The chain holds" in refused.text) == (400, False)

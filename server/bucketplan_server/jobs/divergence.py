@@ -29,6 +29,8 @@ from bucketplan_server.store.jobs import load_reports_of, ranks_that_reported
 __all__ = ["Divergences"]
 
 _KEPT_GROUPS = 100_000
+_MOST_ASKED = 50_000
+"""Reports that wait for the store to be asked; what comes beyond is compared when a rank of its group reports again."""
 _MOST_COMPARED = 256
 """Reports of others that a group's first one is compared with: those that were stored first."""
 
@@ -67,14 +69,15 @@ class Divergences:
         self._store = store
         self._metrics = metrics
         self._agreed: Recent[_Group, _Value] = Recent(_KEPT_GROUPS)
-        self._asking: dict[_Group, list[RankReport]] = {}
+        self._asking: dict[_Group, dict[int, RankReport]] = {}
+        self._num_asked = 0
         self._tasks: set[asyncio.Task[None]] = set()
         # A fleet names hundreds of graphs at once, and whoever stores waits for the same connection.
         self._turn = asyncio.Lock()
         self._log = structlog.get_logger("bucketplan_server")
 
     def watch(self, job: str, attempt: int, reports: Iterable[RankReport]) -> None:
-        """Look at reports that are stored by now; a report that is repeated counts again."""
+        """Look at reports that are stored by now; one that is repeated after it was looked at counts again."""
         new: dict[tuple[str, int], list[_Group]] = {}
         for report in reports:
             if report.slot == OPEN_SLOT:
@@ -84,11 +87,13 @@ class Divergences:
                 known = self._agreed.get(group)
                 if known is not None:
                     self._compare(group, report, (known,))
-                elif group in self._asking:
-                    self._asking[group].append(report)
-                else:
-                    self._asking[group] = [report]
-                    new.setdefault((report.slot, report.ordinal), []).append(group)
+                elif self._num_asked < _MOST_ASKED:
+                    if group not in self._asking:
+                        self._asking[group] = {}
+                        new.setdefault((report.slot, report.ordinal), []).append(group)
+                    waiting = self._asking[group]
+                    self._num_asked += report.rank not in waiting
+                    waiting[report.rank] = report
         for groups in new.values():
             task = asyncio.create_task(self._ask(groups))
             self._tasks.add(task)
@@ -104,7 +109,8 @@ class Divergences:
             self._log.warning("store.failed", detail=str(error))
             stored = None
         finally:
-            waited = {group: self._asking.pop(group) for group in groups}
+            waited = {group: list(self._asking.pop(group).values()) for group in groups}
+            self._num_asked -= sum(map(len, waited.values()))
         for group, reports in waited.items():
             found = (stored or {}).get(group) or [_value(reports[0], group.role)]
             for report in reports:
@@ -115,7 +121,7 @@ class Divergences:
     async def _stored(self, groups: Sequence[_Group]) -> dict[_Group, list[_Value]]:
         """Values by group that other ranks than those at hand have stored, the one that was stored first in front."""
         job, attempt, slot, ordinal = groups[0][:4]
-        at_hand = {group: {report.rank for report in self._asking[group]} for group in groups}
+        at_hand = {group: set(self._asking[group]) for group in groups}
         unnamed = any(group.members is None for group in groups)
         ranks = None if unnamed else {rank for group in groups for rank in group.members or ()}
         times = await ranks_that_reported(self._store, job, attempt, slot, ordinal, ranks)

@@ -26,6 +26,8 @@ class Evidence:
     mark: tuple[int, int]
     reports: Sequence[RankReport]
     pruned: Pruned | None
+    num_members: int = 0
+    """Members in the lists of groups that reports hold, each list that reports share once."""
 
 
 class ReportDecoder:
@@ -34,6 +36,7 @@ class ReportDecoder:
     def __init__(self) -> None:
         self._known: dict[tuple[bytes, bytes], RankReport] = {}
         self.num_decoded = 0
+        self.num_members = 0
 
     def decode(self, stored: StoredReport) -> RankReport:
         """Raises `DecodeError` for bytes that no server has stored."""
@@ -50,7 +53,9 @@ class ReportDecoder:
 
     def _read(self, encoded: bytes) -> RankReport:
         self.num_decoded += 1
-        return RankReport.read(Fields(unpack(encoded), "report"))
+        report = RankReport.read(Fields(unpack(encoded), "report"))
+        self.num_members += sum(map(len, report.members.values()))
+        return report
 
 
 async def gather(store: Store, attempt: Attempt, mark: tuple[int, int]) -> Evidence:
@@ -63,4 +68,5 @@ async def gather(store: Store, attempt: Attempt, mark: tuple[int, int]) -> Evide
     reports: list[RankReport] = []
     async for piece in load_reports(store, attempt.job, attempt.attempt):
         reports += await asyncio.to_thread(lambda: [decoder.decode(stored) for stored in piece])  # noqa: B023  # awaited
-    return Evidence(mark, reports, await load_pruned(store, attempt.job, attempt.attempt))
+    pruned = await load_pruned(store, attempt.job, attempt.attempt)
+    return Evidence(mark, reports, pruned, decoder.num_members)

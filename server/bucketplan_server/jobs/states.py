@@ -31,10 +31,16 @@ _MOST_AT_ONCE = 2
 """States computed at once: threads share one interpreter, so more are no faster, and one huge one holds up no other."""
 _KEPT_REPORTS = 250_000
 """Decoded reports kept: those of 16,384 ranks that each compiled 14 graphs; 40 MB where ranks report alike."""
+_MEMBERS_PER_REPORT = 32
+"""Members of groups that weigh as much as a report: lists are shared only where reports are alike."""
 _KEPT_VERDICTS = 4_096
 _KEPT_STATUSES = 16
 _MOST_COMPARED = 32
 _MOST_DECODED = 128
+
+
+def _weight_of(found: Evidence) -> int:
+    return 1 + len(found.reports) + found.num_members // _MEMBERS_PER_REPORT
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +61,7 @@ class States:
         self._refresh_seconds = refresh_seconds
         self._turn = asyncio.Semaphore(_MOST_AT_ONCE)
         self._listing = asyncio.Lock()
-        self._evidence: Recent[Key, Evidence] = Recent(_KEPT_REPORTS, weigh=lambda found: 1 + len(found.reports))
+        self._evidence: Recent[Key, Evidence] = Recent(_KEPT_REPORTS, weigh=_weight_of)
         self._shown: Recent[Key, _Shown] = Recent(_KEPT_STATUSES)
         self._verdicts: Recent[Key, tuple[str, Verdict]] = Recent(_KEPT_VERDICTS)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import insert, select
+from sqlalchemy import func, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from bucketplan_core.wire import WireValue, digest_of, pack
@@ -14,6 +14,8 @@ from bucketplan_server.store.engine import Store, plain_row
 from bucketplan_server.store.tables import events
 
 __all__ = ["FIRST_PREVIOUS", "Cause", "append_event", "event_digest", "load_events"]
+
+MOST_BODY_BYTES = 4 * 2**20
 
 FIRST_PREVIOUS = "0" * 64
 """What the first event names as its predecessor."""
@@ -73,9 +75,15 @@ async def load_events(
 ) -> list[dict[str, Any]]:
     """Events behind number `after`, the oldest first, those of one signature or job where given.
 
-    Of a `namespace`: those of its jobs, and those of signatures that these have reported.
+    Of a `namespace`: those of its jobs, and those of signatures that these have reported. Their bodies have at most
+    `MOST_BODY_BYTES` together, but for a first one that has more: an event may be about thousands of reports.
     """
-    query = select(events).where(events.c.seq > after).order_by(events.c.seq).limit(limit)
+    query = (
+        select(events.c.seq, func.length(events.c.body).label("size"))
+        .where(events.c.seq > after)
+        .order_by(events.c.seq)
+        .limit(limit)
+    )
     if signature is not None:
         query = query.where(events.c.signature == signature)
     if job is not None:
@@ -87,7 +95,15 @@ async def load_events(
         plans = events.c.job.is_(None) & events.c.signature.in_(reported_in(namespace))
         query = query.where(of_namespace(events.c.job, namespace) | plans)
     async with store.read() as connection:
-        return [plain_row(row) for row in (await connection.execute(query)).mappings()]
+        numbers: list[int] = []
+        left = MOST_BODY_BYTES
+        for row in await connection.execute(query):
+            left -= row.size
+            if numbers and left < 0:
+                break
+            numbers.append(row.seq)
+        whole = select(events).where(events.c.seq.in_(numbers)).order_by(events.c.seq)
+        return [plain_row(row) for row in (await connection.execute(whole)).mappings()]
 
 
 def event_digest(row: Mapping[str, WireValue]) -> str:

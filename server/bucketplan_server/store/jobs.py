@@ -45,6 +45,7 @@ __all__ = [
     "store_reports",
 ]
 
+_OVERRIDES_PER_QUERY = 500
 _RANKS_PER_QUERY = 200
 _RANKS_PER_LOOK = 1_000
 _REPORTS_PER_QUERY = 500
@@ -194,32 +195,39 @@ async def epoch_is_known_in(store: Store, epoch: str, namespace: str) -> bool:
         return await connection.scalar(query) is not None
 
 
-async def never_served(store: Store, epoch: Epoch, namespace: str | None) -> frozenset[str]:
-    """Signatures for which `epoch` fixes a stored revision that was never active, for everyone or for one of its jobs.
+async def never_served(store: Store, epoch: Epoch, namespace: str | None, *, only: str | None = None) -> frozenset[str]:
+    """Signatures for which `epoch` fixes a revision that was never active, for everyone or for one of its jobs.
 
-    Its jobs are those that were opened under it, in `namespace` where given. Only an epoch that was adopted has such.
+    Its jobs are those that were opened under it, in `namespace` where given. Only an epoch that was adopted has such;
+    revisions that are not stored are among them. With `only` nothing but that signature is looked at.
     """
     mine = select(attempts.c.job).where(attempts.c.epoch == epoch.id)
     if namespace is not None:
         mine = mine.where(of_namespace(attempts.c.job, namespace))
-    found = set()
-    async with store.read() as connection:
-        for override in epoch.overrides:
-            of_digest = select(revisions.c.revision).where(
-                revisions.c.signature == override.signature, revisions.c.digest == override.digest
+    fixed = {one.signature: one.digest for one in epoch.overrides if only in (None, one.signature)}
+    found: set[str] = set()
+    # A leader may adopt thousands of overrides: few queries, and between two pieces others use the store.
+    signatures = sorted(fixed)
+    for start in range(0, len(signatures), _OVERRIDES_PER_QUERY):
+        piece = signatures[start : start + _OVERRIDES_PER_QUERY]
+        async with store.read() as connection:
+            stored = select(revisions.c.signature, revisions.c.revision, revisions.c.digest).where(
+                revisions.c.signature.in_(piece), revisions.c.digest.in_({fixed[signature] for signature in piece})
             )
-            numbers = set((await connection.execute(of_digest)).scalars())
-            if not numbers or PLANNER_REVISION in numbers:
-                continue
-            activations = select(events.c.body).where(
-                events.c.signature == override.signature,
+            numbers: dict[str, set[int]] = {signature: set() for signature in piece}
+            for row in await connection.execute(stored):
+                if row.digest == fixed[row.signature]:
+                    numbers[row.signature].add(row.revision)
+            left = {signature for signature in piece if PLANNER_REVISION not in numbers[signature]}
+            activations = select(events.c.signature, events.c.body).where(
+                events.c.signature.in_({signature for signature in left if numbers[signature]}),
                 events.c.kind == "plan.activated",
                 or_(events.c.job.is_(None), events.c.job.in_(mine)),
             )
-            bodies = (await connection.execute(activations)).scalars()
-            served = {Fields(unpack(body), "event").raw("revision") for body in bodies}
-            if not numbers & served:
-                found.add(override.signature)
+            for event in await connection.execute(activations):
+                if Fields(unpack(event.body), "event").raw("revision") in numbers[event.signature]:
+                    left.discard(event.signature)
+        found |= left
     return frozenset(found)
 
 

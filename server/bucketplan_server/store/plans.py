@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, RowMapping, and_, bindparam, select
+from sqlalchemy import ColumnElement, RowMapping, and_, bindparam, insert, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.sql.dml import Insert
@@ -177,24 +177,24 @@ async def store_planned(
     The last value says whether this call stored it. The active revision, then the planner's own, as `load_active`.
     """
     now = time.time_ns()
+    # Writers come one after the other, so what is not there stays away until this transaction ends.
     async with store.write() as connection:
-        await connection.execute(
-            insert_or_ignore(connection, profiles).values(digest=planned.profile_digest, profile=planned.profile)
-        )
-        inserted = await connection.execute(
-            insert_or_ignore(connection, signatures)
-            .values(
-                signature=planned.signature,
-                request=planned.request,
-                profile=planned.profile_digest,
-                **planned.facts,
-                created_ns=now,
-                actor=cause.actor,
-            )
-            .returning(signatures.c.signature)
-        )
-        first = inserted.first() is not None
+        known = select(signatures.c.signature).where(signatures.c.signature == planned.signature)
+        first = await connection.scalar(known) is None
         if first:
+            await connection.execute(
+                insert_or_ignore(connection, profiles).values(digest=planned.profile_digest, profile=planned.profile)
+            )
+            await connection.execute(
+                insert(signatures).values(
+                    signature=planned.signature,
+                    request=planned.request,
+                    profile=planned.profile_digest,
+                    **planned.facts,
+                    created_ns=now,
+                    actor=cause.actor,
+                )
+            )
             await connection.execute(
                 insert_or_ignore(connection, revisions).values(
                     signature=planned.signature,
