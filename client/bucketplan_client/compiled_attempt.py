@@ -78,7 +78,8 @@ def install_attempt(
 
     def compared(digests: Mapping[str, str]) -> None:
         # Ranks run their graphs in one order, while compile ids in a cached graph are those of the run that made it.
-        attempt.compare_first_execution("graph", digests, deadline_s=first_execution_s)
+        number = attempt.next_name("execution").rpartition("/")[2]
+        attempt.compare_first_execution(number, digests, deadline_s=first_execution_s)
 
     try:
         installed = install(
