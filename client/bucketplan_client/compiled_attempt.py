@@ -78,8 +78,7 @@ def install_attempt(
 
     def compared(digests: Mapping[str, str]) -> None:
         # Ranks run their graphs in one order, while compile ids in a cached graph are those of the run that made it.
-        number = attempt.next_name("execution").rpartition("/")[2]
-        attempt.compare_first_execution(number, digests, deadline_s=first_execution_s)
+        attempt.compare_first_execution(f"{next(attempt.executions)}", digests, deadline_s=first_execution_s)
 
     try:
         installed = install(

@@ -34,7 +34,8 @@ Errors of `bucketplan_core` say what is wrong with a document. These add where i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -66,6 +67,7 @@ __all__ = [
     "StoreFailed",
     "UnknownScope",
     "Where",
+    "located",
 ]
 
 _PROBLEM_PREFIX = "urn:bucketplan:problem:"
@@ -127,6 +129,16 @@ class ClientError(BucketplanError):
             server=where.server if mine.server is None else mine.server,
         )
         return self
+
+
+@contextmanager
+def located(where: Where) -> Iterator[None]:
+    """Inside, errors of the client are told `where` they happen, as far as they do not know it."""
+    try:
+        yield
+    except ClientError as error:
+        error.located(where)
+        raise
 
 
 def _rebuild(kind: type[ClientError], args: tuple[Any, ...], state: dict[str, Any]) -> ClientError:

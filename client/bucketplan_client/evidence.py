@@ -146,7 +146,7 @@ def _mismatch(alarm: bytes, where: Where) -> RanksDisagree:
     first, second = tree["first"], tree["second"]
     assert isinstance(first, dict)
     assert isinstance(second, dict)
-    # A rank that is neither of the two sees the signature that most ranks may hold: that of the first to come.
+    # A rank that is neither of the two sides is shown the signature of the first to come.
     mine = second if second["rank"] == where.rank else first
     return RanksDisagree(
         role=str(tree["role"]),

@@ -5,12 +5,11 @@ A pass runs deep inside a compiler, which knows neither the job nor the server; 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Literal, NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from bucketplan_client.errors import ClientError, PassFailed, Where
 from bucketplan_client.membership import is_distributed, this_rank
 
-__all__ = ["ABORT_STATUS", "OnError", "end_or_raise", "end_process", "located", "step", "where_of"]
+__all__ = ["ABORT_STATUS", "OnError", "end_or_raise", "end_process", "step", "where_of"]
 
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
@@ -35,16 +34,6 @@ def where_of(plans: object) -> Where:
     if not isinstance(known, Where):
         return Where(rank=this_rank())
     return known if known.rank is not None else known.at(rank=this_rank())
-
-
-@contextlib.contextmanager
-def located(where: Where) -> Iterator[None]:
-    """Inside, errors of the client are told `where` they happen, as far as they do not know it."""
-    try:
-        yield
-    except ClientError as error:
-        error.located(where)
-        raise
 
 
 def step(name: str, action: Callable[[], T]) -> T:

@@ -65,7 +65,6 @@ class AttemptPlans:
         at_server: ServerAttempt | None = None,
     ) -> None:
         self.taken: Counter[str] = Counter()
-        self.address = client.address if client is not None else None
         self.topology = dict(opened.epoch.topology)
         self.where = where
         self._opened = opened

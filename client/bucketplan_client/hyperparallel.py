@@ -22,8 +22,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from bucketplan_client.errors import ScopeError
-from bucketplan_client.failures import located, where_of
+from bucketplan_client.errors import ScopeError, located
+from bucketplan_client.failures import where_of
 from bucketplan_client.membership import GroupLike, is_distributed, members_of
 from bucketplan_client.opening import Attempt
 from bucketplan_client.passes import LOCAL_PLANS, UNBUCKETED, FsdpBucketingPass, PlanSource, refuse_no_source

@@ -9,6 +9,7 @@ protocol is in `bucketplan_client.opening_protocol`; this module runs it on the 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import socket
@@ -159,6 +160,8 @@ class Attempt:
         """How many graphs of each slot this rank has reported."""
         self.reported: set[tuple[str, str]] = set()
         """Those of them that are compared, by slot and digests."""
+        self.executions = itertools.count()
+        """Numbers of the graphs that are compared right before they first run."""
         self._names: Counter[str] = Counter()
         self._reporter: Reporter | None = None
         if client is not None and at_server is not None:

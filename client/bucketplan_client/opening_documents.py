@@ -130,9 +130,8 @@ class Outcome:
     """The one decision about an attempt, as it stands in the store.
 
     `source` says where the epoch of a commit came from. `reason` and `remedy` are for people, and cut where they are
-    longer than a rank would read; `missing` and `odd` are
-    the ranks that an abort is about. `nonce` is different for every opening. `participants` is the digest of those
-    whose outcome it is.
+    longer than a rank would read; `missing` and `odd` are the ranks that an abort is about. `nonce` is different for
+    every opening. `participants` is the digest of those whose outcome it is.
     """
 
     kind: OutcomeKind

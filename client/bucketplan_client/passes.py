@@ -22,8 +22,8 @@ from bucketplan_client.arguments import BadArgument, refuse_bad_arguments
 from bucketplan_client.capture.binding import Description
 from bucketplan_client.capture.describe import ScopeLike, describe_graph
 from bucketplan_client.environment import DISABLE_VARIABLE, disabled_by_environment
-from bucketplan_client.errors import AgreementError, PassFailed, Where
-from bucketplan_client.failures import located, step, where_of
+from bucketplan_client.errors import AgreementError, PassFailed, Where, located
+from bucketplan_client.failures import step, where_of
 from bucketplan_client.fallback import AttemptPlans
 from bucketplan_client.membership import GroupLike, groups_of_graph, is_distributed, members_of, this_rank
 from bucketplan_client.rewrite.apply import Applied, apply_plan

@@ -62,6 +62,8 @@ class Reporter:
         self._at_server = at_server
         self._where = where or client.where.at(job=job)
         self._waiting: deque[RankReport] = deque()
+        self._num_taken = 0
+        """Those that are being sent, which wait again where the server is away."""
         self._changed = threading.Condition()
         self._ends: float | None = None
         self._thread = threading.Thread(target=self._run, name="bucketplan-reports", daemon=True)
@@ -70,7 +72,7 @@ class Reporter:
     def send(self, report: RankReport) -> None:
         """Queue `report`; drops it, saying so, when the server is far behind."""
         with self._changed:
-            if len(self._waiting) < _MOST_WAITING:
+            if len(self._waiting) + self._num_taken < _MOST_WAITING:
                 self._waiting.append(_shortened(report))
                 self._changed.notify()
                 return
@@ -93,6 +95,7 @@ class Reporter:
                 self._changed.wait_for(lambda: self._ends is not None, pause_s + uniform(0.0, _SPREAD_S))
                 taken, last = list(self._waiting), self._ends is not None
                 self._waiting.clear()
+                self._num_taken = len(taken)
             left: list[RankReport] = []
             for batch in _batches(taken):
                 left += [report for report, _ in batch] if left else self._deliver(batch)
@@ -102,6 +105,7 @@ class Reporter:
             pause_s = min(max(_FIRST_PAUSE_S, 2 * pause_s), _LONGEST_PAUSE_S) if left else 0.0
             with self._changed:
                 self._waiting.extendleft(reversed(left))
+                self._num_taken = 0
 
     def _deliver(self, batch: Sequence[_Packed]) -> list[RankReport]:
         """Send these reports in one call, or each in its own where one may be refused; what is left to send."""

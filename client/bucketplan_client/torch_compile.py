@@ -36,8 +36,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from bucketplan_client.arguments import refuse_bad_arguments
 from bucketplan_client.capture.binding import Description, Skipped
 from bucketplan_client.capture.describe import ScopeLike, describe_graph
-from bucketplan_client.errors import PassFailed, Where
-from bucketplan_client.failures import OnError, end_or_raise, located, step, where_of
+from bucketplan_client.errors import PassFailed, Where, located
+from bucketplan_client.failures import OnError, end_or_raise, step, where_of
 from bucketplan_client.first_execution import FirstExecution, comparing, insert_comparison
 from bucketplan_client.inductor_options import (
     CompileConflict,
@@ -240,6 +240,7 @@ class BucketingPass(_InstalledPass):
         self.called = True
         if self.mode == "unbucketed":
             return
+        # Now and not when it was made: the process group may have come since, and with it the rank.
         where = self._where or where_of(self._plans)
         try:
             description = self._describe(graph)
@@ -322,13 +323,16 @@ class ReshardPass(_InstalledPass):
 
     def __init__(
         self,
+        plans: PlanSource = LOCAL_PLANS,
         *,
         keep_gathered: Sequence[str] = (),
         compute_ops: Collection[str] = (),
         on_error: OnError = "abort",
         where: Where | None = None,
     ) -> None:
+        """`plans` and `where` name rank, job and server in errors, as for `install`."""
         refuse_bad_arguments(keep_gathered=keep_gathered, compute_ops=compute_ops, on_error=on_error)
+        self._plans = plans
         self._keep_gathered = tuple(keep_gathered)
         self._compute_ops = frozenset(compute_ops)
         self._on_error = on_error
@@ -345,7 +349,7 @@ class ReshardPass(_InstalledPass):
         try:
             num_marked = mark_gathers(graph, keep_gathered=self._keep_gathered, compute_ops=self._compute_ops)
         except Exception as error:
-            end_or_raise(PassFailed("describe", error), self._on_error, self._where or where_of(None))
+            end_or_raise(PassFailed("describe", error), self._on_error, self._where or where_of(self._plans))
         _LOG.info("joint graph: %d parameter gathers are made again in the backward", num_marked)
 
 
@@ -462,8 +466,7 @@ def install(
     under strategy `module`. Raises `BadArgument`, and `CompileConflict` beside Inductor's own bucketing, options of
     Dynamo that hide failures, or an installation of this thread that was not taken out (`current_installation`).
     """
-    here = where or where_of(plans)
-    with located(here):
+    with located(where or where_of(plans)):
         refuse_no_source(plans)
         _check(plans, options, epoch)
         refuse_bad_arguments(keep_gathered=keep_gathered)
@@ -486,13 +489,13 @@ def install(
             reshard=keep_gathered if reshard_after_forward else None,
             on_error=on_error,
             on_graph=on_graph,
-            where=here,
+            where=where,
         )
-        ours: dict[str, _InstalledPass] = {_HOOK: bucketing}
-        if reshard_after_forward:
-            ours["joint_custom_post_pass"] = ReshardPass(
-                keep_gathered=keep_gathered, compute_ops=compute_ops, on_error=on_error, where=here
-            )
+    ours: dict[str, _InstalledPass] = {_HOOK: bucketing}
+    if reshard_after_forward:
+        ours["joint_custom_post_pass"] = ReshardPass(
+            plans, keep_gathered=keep_gathered, compute_ops=compute_ops, on_error=on_error, where=where
+        )
     hooks = {
         name: (_after(hook_without(getattr(inductor_config, name), _is_removed), one), one)
         for name, one in ours.items()
@@ -500,7 +503,9 @@ def install(
     changes: dict[str, Any] = {**settings_of(inductor_config), **{name: hook for name, (hook, _) in hooks.items()}}
     with contextlib.ExitStack() as undo:
         if compare is not None:
-            undo.enter_context(comparing(compare, lambda error: end_or_raise(error, on_error, here)))
+            undo.enter_context(
+                comparing(compare, lambda error: end_or_raise(error, on_error, where or where_of(plans)))
+            )
         undo.enter_context(inductor_config.patch(changes))
         # Past the recompile limit Dynamo runs eagerly, and it does so rank by rank.
         undo.enter_context(dynamo_config.patch(fail_on_recompile_limit_hit=True))

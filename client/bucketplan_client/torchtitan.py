@@ -23,8 +23,8 @@ from typing import Any
 from torch import fx
 
 from bucketplan_client.arguments import BadArgument
-from bucketplan_client.errors import ClientError
-from bucketplan_client.failures import located, where_of
+from bucketplan_client.errors import ClientError, located
+from bucketplan_client.failures import where_of
 from bucketplan_client.opening import Attempt
 from bucketplan_client.passes import FsdpBucketingPass, PlanSource, refuse_no_source
 from bucketplan_client.scopes import ModuleScope
@@ -112,15 +112,15 @@ def build_pipeline(
     with located(where_of(plans)):
         options, make = _bind(plans, options)
         _refuse_conflicts(config.compile)
-    passes = construct_default_graph_passes(traced_result, config, parallel_dims=parallel_dims)
-    at = [index for index, found in enumerate(passes) if _name(found) == _REPLACED]
-    if len(at) != 1:
-        raise PipelineConflict(
-            "torchtitan's default pipeline",
-            [_name(found) for found in passes],
-            f"there is no one {_REPLACED} in it to exchange",
-            remedy="Use torchtitan 0.3, or put bucketing_pass into a pipeline of your own",
-        ).located(where_of(plans))
+        passes = construct_default_graph_passes(traced_result, config, parallel_dims=parallel_dims)
+        at = [index for index, found in enumerate(passes) if _name(found) == _REPLACED]
+        if len(at) != 1:
+            raise PipelineConflict(
+                "torchtitan's default pipeline",
+                [_name(found) for found in passes],
+                f"there is no one {_REPLACED} in it to exchange",
+                remedy="Use torchtitan 0.3, or put bucketing_pass into a pipeline of your own",
+            )
     replaced = passes[at[0]]
     if options is not None and options.strategy == "module" and not scopes:
         scopes = _scopes_of(replaced.keywords["module_bucket_plans"], traced_result.state_fqns)

@@ -43,6 +43,7 @@ from bucketplan_client.errors import (
     ServerRefused,
     ServerUnreachable,
     Where,
+    located,
 )
 from bucketplan_client.jitter import uniform
 from bucketplan_client.lean_httpx import httpx
@@ -141,9 +142,13 @@ class PlanClient:
         self.where = Where(rank=rank, job=job, server=self.address or None)
         self.deadline_s = deadline_s
         self._timeout_s = {"GET": read_timeout_s, "POST": plan_timeout_s, "PUT": plan_timeout_s}
-        _check_address(self.address, where=self.where)
-        secret = token_from_environment() if token is None else token.strip()
-        _check_token(secret, where=self.where)
+        with located(self.where):
+            _check_address(self.address)
+            secret = token_from_environment() if token is None else token.strip()
+            _check_token(secret)
+            # What replaces the network needs no certificates.
+            is_secure = transport is None and self.address.startswith("https:")
+            ssl_context = _ssl_context(ca_file) if is_secure else None
         headers = {"Accept": MSGPACK, "Accept-Encoding": ACCEPT_ENCODING, "User-Agent": f"bucketplan/{_version()}"}
         if secret:
             headers["Authorization"] = f"Bearer {secret}"
@@ -151,10 +156,7 @@ class PlanClient:
             headers["Authorization"] = f"Basic {base64.b64encode(unquote_to_bytes(userinfo)).decode('ascii')}"
         from bucketplan_client.deadline_http import DeadlineTransport
 
-        secure = self.address.startswith("https:")
-        self._transport = transport or DeadlineTransport(
-            ssl_context=_ssl_context(ca_file, where=self.where) if secure else None
-        )
+        self._transport = transport or DeadlineTransport(ssl_context=ssl_context)
         self._http = httpx.Client(
             base_url=self.address,
             headers=headers,
@@ -300,12 +302,15 @@ class PlanClient:
             ends=started + (self.deadline_s if deadline_s is None else deadline_s),
             where=self.where_of(path) if signature is None else self.where.at(signature=signature),
         )
-        _check_path(path, where=call.where)
-        try:
-            request = self._http.build_request(method, path, params=params, headers=dict(headers or {}), content=body)
-        except (httpx.InvalidURL, UnicodeError) as error:
-            asked = path if not params else f"{path} with {dict(params)}"
-            raise BadArgument("path", asked, f"what a URL can hold: {error}").located(call.where) from error
+        with located(call.where):
+            _check_path(path)
+            try:
+                request = self._http.build_request(
+                    method, path, params=params, headers=dict(headers or {}), content=body
+                )
+            except (httpx.InvalidURL, UnicodeError) as error:
+                asked = path if not params else f"{path} with {dict(params)}"
+                raise BadArgument("path", asked, f"what a URL can hold: {error}") from error
         if body is not None:
             request.headers["Content-Type"] = MSGPACK
             request.headers["Content-Digest"] = content_digest(body)
@@ -503,9 +508,9 @@ def _stream_of(response: httpx.Response) -> httpx.SyncByteStream:
     return response.stream
 
 
-def _check_address(address: str, *, where: Where) -> None:
+def _check_address(address: str) -> None:
     if not address:
-        raise BadAddress(address, "no address was given", where=where)
+        raise BadAddress(address, "no address was given")
     try:
         url = httpx.URL(address)
         if "[" in address and "]" not in address:
@@ -515,35 +520,33 @@ def _check_address(address: str, *, where: Where) -> None:
         url.raw_host.decode("ascii").encode("idna")
         host = url.host
     except (httpx.InvalidURL, TypeError, ValueError) as error:
-        raise BadAddress(address, str(error), where=where) from error
+        raise BadAddress(address, str(error)) from error
     if url.scheme not in ("http", "https"):
-        raise BadAddress(address, "the scheme must be http or https", where=where)
+        raise BadAddress(address, "the scheme must be http or https")
     if not host:
-        raise BadAddress(address, "it names no host", where=where)
+        raise BadAddress(address, "it names no host")
 
 
-def _check_path(path: str, *, where: Where) -> None:
+def _check_path(path: str) -> None:
     for name in path.split("/"):
         if name in (".", ".."):
-            said = f"a name other than . and .., which URLs leave out ({path})"
-            raise BadArgument("the name", name, said).located(where)
+            raise BadArgument("the name", name, f"a name other than . and .., which URLs leave out ({path})")
 
 
-def _check_token(token: str | None, *, where: Where) -> None:
+def _check_token(token: str | None) -> None:
     # A header holds visible ASCII only (RFC 6750); what httpx says of anything else would quote the secret.
     if token and not all("!" <= letter <= "~" for letter in token):
-        raise BadToken("it holds spaces, line breaks or letters that no token has", where=where)
+        raise BadToken("it holds spaces, line breaks or letters that no token has")
 
 
-def _ssl_context(ca_file: str | None, *, where: Where) -> Any:
+def _ssl_context(ca_file: str | None) -> Any:
     import ssl
 
     path = ca_file or os.environ.get("BUCKETPLAN_CA_FILE") or None
     try:
         return ssl.create_default_context(cafile=path)
     except OSError as error:
-        said = f"as BUCKETPLAN_CA_FILE it holds no certificates: {error}"
-        raise BadAddress(str(path), said, where=where) from error
+        raise BadAddress(str(path), f"as BUCKETPLAN_CA_FILE it holds no certificates: {error}") from error
 
 
 def _version() -> str:

@@ -170,9 +170,7 @@ class PlanService:
                 return None
         except StoreError as error:
             raise self.store_unavailable(error) from None
-        if not found.overrides:
-            self.epochs.put(found, namespace)
-        elif len(found.overrides) <= _CHECKED_AT_ONCE:
+        if len(found.overrides) <= _CHECKED_AT_ONCE:
             # An opening looks at all of them, however many; a read of one plan must not.
             await self.withheld(found, namespace)
         return found
@@ -182,7 +180,7 @@ class PlanService:
 
         With `only`, whether that signature is one of them. An epoch without any is remembered.
         """
-        if not epoch.overrides or self.epochs.get(epoch.id, namespace) is not None:
+        if self.epochs.get(epoch.id, namespace) is not None:
             return frozenset()
         try:
             found = await never_served(self._store, epoch, namespace, only=only)

@@ -27,7 +27,7 @@ def test_second_comparison_is_not_answered_with_the_verdict_of_the_first() -> No
     def use(attempt: Attempt) -> list[str]:
         odd = str(attempt.rank == 3)
         values = ["same", odd, "same", odd]
-        return [outcome_of(lambda: attempt.compare("pass", value, deadline_s=20.0)) for value in values]  # noqa: B023
+        return [outcome_of(lambda: attempt.compare("pass", value, deadline_s=20.0)) for value in values]  # noqa: B023  # called at once
 
     assert list(open_all(None, use=use).values()) == [["agreed", "RanksDisagree"] * 2 for _ in RANKS]
 
@@ -50,7 +50,7 @@ def test_first_execution_is_compared_again_under_the_same_slot() -> None:
     def use(attempt: Attempt) -> list[str]:
         given = [{"fsdp": "a" * 64}, {"fsdp": ("b" if attempt.rank else "c") * 64}]
         return [
-            outcome_of(lambda: attempt.compare_first_execution("graph", digests, deadline_s=20.0))  # noqa: B023
+            outcome_of(lambda: attempt.compare_first_execution("graph", digests, deadline_s=20.0))  # noqa: B023  # called at once
             for digests in given
         ]
 

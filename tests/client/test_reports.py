@@ -140,6 +140,26 @@ def test_report_waits_for_a_server_that_is_away(monkeypatch):
         reporter.close()
 
 
+def test_what_waits_for_a_server_that_is_away_is_bounded(monkeypatch):
+    monkeypatch.setattr("bucketplan_client.reports._DEADLINE_S", 0.1)
+    monkeypatch.setattr("bucketplan_client.reports._FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("bucketplan_client.reports._SPREAD_S", 0.0)
+    monkeypatch.setattr("bucketplan_client.reports._MOST_WAITING", 10)
+    server = InMemoryPlanServer()
+    with server.client() as client:
+        reporter = open_job(client, "bounded")
+        server.available = False
+        for round_ in range(3):
+            failed = threading.Event()
+            monkeypatch.setattr(reporter, "_post", _telling(failed, reporter._post))
+            for ordinal in range(10):
+                reporter.send(RankReport(rank=0, slot=f"round {round_}", ordinal=ordinal))
+            assert failed.wait(60.0)
+        server.available = True
+        reporter.close(60.0)
+    assert [(report.slot, report.ordinal) for report in server.reports] == [("round 0", n) for n in range(10)]
+
+
 def _telling(failed: threading.Event, post: Callable[[Any], None]) -> Callable[[Any], None]:
     def told(batch: Any) -> None:
         try:

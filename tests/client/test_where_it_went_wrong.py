@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from bucketplan_client.cli.main import app
 from bucketplan_client.compiled_attempt import install_attempt
-from bucketplan_client.errors import ClientError, Where
+from bucketplan_client.errors import ClientError, StoreFailed, Where
 from bucketplan_client.evidence import Evidence
 from bucketplan_client.hyperparallel import BucketingPass as HyperParallelPass
 from bucketplan_client.opening import Attempt, open_attempt
@@ -202,6 +202,12 @@ class TestTheHookOfTorchCompile:
             error = raised(lambda: installed.bucketing(gathers().graph))
         check(error, Where(rank=1, signature=error.where.signature))
 
+    def test_the_rank_is_that_of_the_moment(self) -> None:
+        """The process group may come after the installation."""
+        with install(Broken(), options=SIZE, epoch="e", on_error="raise") as installed, one_of_two():
+            error = raised(lambda: installed.bucketing(gathers().graph))
+        assert error.where.rank == 1
+
     @pytest.mark.parametrize(
         "changes", [{"epoch": None}, {"on_error": "x"}, {"exclude": "*.bias"}, {"keep_gathered": 5}], ids=str
     )
@@ -304,6 +310,4 @@ def broken(*_: Any, **__: Any) -> Any:
 
 
 def store_lost(*_: Any, **__: Any) -> Any:
-    from bucketplan_client.errors import StoreFailed
-
     raise StoreFailed("set", "connection lost")

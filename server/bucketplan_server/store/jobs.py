@@ -19,6 +19,7 @@ from bucketplan_server.store.arrivals import Arrival, RefusedReport, sort_arriva
 from bucketplan_server.store.engine import Store
 from bucketplan_server.store.events import Cause, append_event
 from bucketplan_server.store.known import known_of
+from bucketplan_server.store.pieces import pieces
 from bucketplan_server.store.plans import ACTIVE_PLANS, IS_OVERRIDE, PLANNER_REVISION, insert_or_ignore
 from bucketplan_server.store.tables import active, attempts, epochs, events, job_signatures, reports, revisions
 
@@ -207,9 +208,7 @@ async def never_served(store: Store, epoch: Epoch, namespace: str | None, *, onl
     fixed = {one.signature: one.digest for one in epoch.overrides if only in (None, one.signature)}
     found: set[str] = set()
     # A leader may adopt thousands of overrides: few queries, and between two pieces others use the store.
-    signatures = sorted(fixed)
-    for start in range(0, len(signatures), _OVERRIDES_PER_QUERY):
-        piece = signatures[start : start + _OVERRIDES_PER_QUERY]
+    for piece in pieces(sorted(fixed), _OVERRIDES_PER_QUERY):
         async with store.read() as connection:
             stored = select(revisions.c.signature, revisions.c.revision, revisions.c.digest).where(
                 revisions.c.signature.in_(piece), revisions.c.digest.in_({fixed[signature] for signature in piece})
@@ -272,8 +271,8 @@ async def store_reports(
         if found.new:
             rows, listed = await beside_now(len(found.new) > SORTED_REPORTS, _rows, job, attempt, found.new, now)
             # In parts: the loop prepares the parameters of a statement, and others wait for it meanwhile.
-            for start in range(0, len(rows), _REPORTS_PER_QUERY):
-                await connection.execute(insert(reports), rows[start : start + _REPORTS_PER_QUERY])
+            for piece in pieces(rows, _REPORTS_PER_QUERY):
+                await connection.execute(insert(reports), piece)
             for signature in sorted({report.signature for report, _ in found.new if report.signature is not None}):
                 named = insert_or_ignore(connection, job_signatures).values(job=job, signature=signature)
                 await connection.execute(named)
@@ -365,7 +364,7 @@ async def ranks_that_reported(
 ) -> dict[int, int]:
     """When each of these ranks that has reported this graph did (ns), of any rank where `ranks` is None."""
     graph = select(reports.c.rank, reports.c.received_ns).where(*_of_graph(job, attempt, slot, ordinal))
-    asked = [None] if ranks is None else _parts(ranks, _RANKS_PER_LOOK)
+    asked = [None] if ranks is None else pieces(sorted(ranks), _RANKS_PER_LOOK)
     found: dict[int, int] = {}
     for part in asked:
         query = graph if part is None else graph.where(reports.c.rank.in_(part))
@@ -379,7 +378,7 @@ async def load_reports_of(
 ) -> AsyncIterator[list[StoredReport]]:
     """What these ranks reported of one graph, in pieces of a transaction each."""
     graph = select(reports.c.rank, reports.c.report).where(*_of_graph(job, attempt, slot, ordinal))
-    for part in _parts(ranks):
+    for part in pieces(sorted(ranks), _RANKS_PER_QUERY):
         async with store.read() as connection:
             rows = (await connection.execute(graph.where(reports.c.rank.in_(part)))).all()
         yield [StoredReport(row.rank, row.report) for row in rows]
@@ -388,11 +387,6 @@ async def load_reports_of(
 def _of_graph(job: str, attempt: int, slot: str, ordinal: int) -> tuple[ColumnElement[bool], ...]:
     of_attempt = (reports.c.job == job, reports.c.attempt == attempt)
     return (*of_attempt, reports.c.slot == slot, reports.c.ordinal == ordinal)
-
-
-def _parts(ranks: Collection[int], size: int = _RANKS_PER_QUERY) -> list[list[int]]:
-    ordered = sorted(ranks)
-    return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
 
 def _attempt(row: RowMapping) -> Attempt:

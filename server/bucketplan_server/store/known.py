@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
 
 from sqlalchemy import BigInteger, func, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -18,6 +17,7 @@ from bucketplan_server.store.arrivals import (
     stored_lists,
     wanted_lists,
 )
+from bucketplan_server.store.pieces import pieces
 from bucketplan_server.store.tables import reports
 
 __all__ = ["known_of"]
@@ -25,7 +25,6 @@ __all__ = ["known_of"]
 _NAMES_PER_QUERY = 500
 _RANKS_PER_QUERY = 200
 _DECODED_AT_ONCE_BYTES = 2**20
-T = TypeVar("T")
 _LENGTH = func.length(reports.c.report, type_=BigInteger)
 
 
@@ -58,7 +57,7 @@ class _Reading:
             lengths.setdefault((report.rank, report.slot, report.ordinal), set()).add(len(encoded))
         column = (reports.c.rank, reports.c.slot, reports.c.ordinal)
         found: dict[Name, bytes | None] = {}
-        for names in _parts(sorted(lengths), _NAMES_PER_QUERY):
+        for names in pieces(sorted(lengths), _NAMES_PER_QUERY):
             is_named = (*self._of_attempt, tuple_(*column).in_(names))
             rows = await self._connection.execute(select(*column, _LENGTH).where(*is_named))
             stored = {(rank, slot, ordinal): length for rank, slot, ordinal, length in rows}
@@ -75,7 +74,7 @@ class _Reading:
         query = select(reports.c.rank, func.count(), func.sum(_LENGTH)).where(*self._of_attempt)
         counts: dict[int, int] = {}
         sizes: dict[int, int] = {}
-        for part in _parts(ranks, _RANKS_PER_QUERY):
+        for part in pieces(ranks, _RANKS_PER_QUERY):
             rows = await self._connection.execute(query.where(reports.c.rank.in_(part)).group_by(reports.c.rank))
             for rank, number, size in rows:
                 counts[rank], sizes[rank] = int(number), int(size)
@@ -91,7 +90,7 @@ class _Reading:
         query = select(reports.c.slot, reports.c.ordinal, _LENGTH.label("length")).where(*of_rank)
         rows = (await self._connection.execute(query.order_by(reports.c.slot, reports.c.ordinal))).all()
         found: Lists = {role: set() for role in wanted}
-        for names in _pieces([((row.slot, row.ordinal), row.length) for row in rows]):
+        for names in _decodable([((row.slot, row.ordinal), row.length) for row in rows]):
             is_named = tuple_(reports.c.slot, reports.c.ordinal).in_(names)
             read = await self._connection.execute(select(reports.c.report).where(*of_rank, is_named))
             for role, lists in (await beside_now(True, stored_lists, read.scalars().all(), wanted.keys())).items():
@@ -101,7 +100,7 @@ class _Reading:
         return found
 
 
-def _pieces(sized: Sequence[tuple[tuple[str, int], int]]) -> Iterator[list[tuple[str, int]]]:
+def _decodable(sized: Sequence[tuple[tuple[str, int], int]]) -> Iterator[list[tuple[str, int]]]:
     """Names of reports, as many as have bytes to be decoded at once, at least one."""
     piece: list[tuple[str, int]] = []
     size = 0
@@ -113,8 +112,3 @@ def _pieces(sized: Sequence[tuple[tuple[str, int], int]]) -> Iterator[list[tuple
         size += length
     if piece:
         yield piece
-
-
-def _parts(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]

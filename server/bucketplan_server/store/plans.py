@@ -18,6 +18,7 @@ from bucketplan_core.wire import digest_of
 from bucketplan_server.planner.planned import Planned
 from bucketplan_server.store.engine import Store
 from bucketplan_server.store.events import Cause, append_event
+from bucketplan_server.store.pieces import pieces
 from bucketplan_server.store.tables import active, profiles, quarantine, revisions, signatures
 
 __all__ = [
@@ -160,10 +161,8 @@ async def load_numbered(store: Store, signature: str, revision: int) -> PlanRow:
 async def load_requests(store: Store, wanted: Collection[str]) -> dict[str, bytes]:
     """Canonical requests by signature, of those that are stored."""
     found: dict[str, bytes] = {}
-    ordered = sorted(wanted)
     async with store.read() as connection:
-        for start in range(0, len(ordered), _KEYS_PER_QUERY):
-            names = ordered[start : start + _KEYS_PER_QUERY]
+        for names in pieces(sorted(wanted), _KEYS_PER_QUERY):
             query = select(signatures.c.signature, signatures.c.request).where(signatures.c.signature.in_(names))
             found.update({row.signature: row.request for row in await connection.execute(query)})
     return found
