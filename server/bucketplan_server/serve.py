@@ -22,7 +22,7 @@ from bucketplan_server.background import Background
 from bucketplan_server.http.app import build_app
 from bucketplan_server.http.front import TRUSTED_PROXIES, Front
 from bucketplan_server.http.intake import Intake
-from bucketplan_server.http.protocol import HeadTimeoutProtocol
+from bucketplan_server.http.protocol import ServerProtocol
 from bucketplan_server.http.state import AppState
 from bucketplan_server.jobs.service import PRUNE_EVERY_SECONDS, JobService
 from bucketplan_server.limits import prepare_limits
@@ -131,7 +131,7 @@ async def _serve(settings: Settings) -> None:
             host=settings.host,
             port=settings.port,
             loop="none",
-            http=HeadTimeoutProtocol,
+            http=ServerProtocol,
             ws="none",
             lifespan="off",
             access_log=False,

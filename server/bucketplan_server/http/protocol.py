@@ -1,4 +1,4 @@
-"""Connections whose caller sends no request are closed: each costs a descriptor, and needs no token."""
+"""Connections as this server keeps them: bounded in time without a request, closed without a reset."""
 
 from __future__ import annotations
 
@@ -8,24 +8,31 @@ from typing import cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-__all__ = ["HEAD_SECONDS", "HeadTimeoutProtocol"]
+__all__ = ["HEAD_SECONDS", "LINGER_SECONDS", "ServerProtocol"]
 
 HEAD_SECONDS = 10.0
 """Time for a complete request head, from the connection or from the first byte behind an answer. Ranks and probes send
 theirs at once; browsers also open connections that they may never use, and open others when they need them."""
 _GRACE_SECONDS = 1.0
+LINGER_SECONDS = 2.0
+"""How long what still comes behind an early answer is read and dropped: 32 MiB at 16 MB/s. A caller that reads while
+it sends has the answer by then, and one that stalls holds its descriptor no longer."""
 
 
-class HeadTimeoutProtocol(HttpToolsProtocol):
+class ServerProtocol(HttpToolsProtocol):
     """uvicorn's HTTP over httptools, which by itself only closes connections that are silent behind an answer.
 
-    A connection has one timer, which its first complete head ends; a request costs none.
+    A connection has one timer, which its first complete head ends; a request costs none. One that is closed while its
+    caller still sends is read on for `LINGER_SECONDS`: closing it at once would reset it, and a reset may take the
+    answer with it before the caller has read that (RFC 9112, section 9.6).
     """
 
     _head_timer: TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
+        self._closing = _LingeringClose(self, self.transport)
+        self.transport = cast(asyncio.Transport, self._closing)
         self._await_head()
 
     def data_received(self, data: bytes) -> None:
@@ -39,9 +46,19 @@ class HeadTimeoutProtocol(HttpToolsProtocol):
         self._stop_timer()
         super().on_headers_complete()
 
+    def send_400_response(self, msg: str) -> None:
+        self._closing.is_cut_short = True
+        super().send_400_response(msg)
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
+
+    @property
+    def is_owed_more(self) -> bool:
+        """Whether the caller has not sent all of what it announced, or has sent more calls than were answered."""
+        cycle: RequestResponseCycle | None = self.cycle
+        return cycle is not None and (cycle.more_body or bool(self.pipeline))
 
     def _await_head(self) -> None:
         self._head_timer = self.loop.call_later(HEAD_SECONDS, self._look_again)
@@ -59,3 +76,58 @@ class HeadTimeoutProtocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+
+class _LingeringClose:
+    """What uvicorn uses of a transport, closed without a reset where its caller still sends."""
+
+    __slots__ = (
+        "_is_lingering",
+        "_protocol",
+        "_transport",
+        "get_extra_info",
+        "is_cut_short",
+        "pause_reading",
+        "resume_reading",
+        "write",
+        "writelines",
+    )
+
+    def __init__(self, protocol: ServerProtocol, transport: asyncio.Transport) -> None:
+        self._protocol = protocol
+        self._transport = transport
+        self._is_lingering = False
+        self.is_cut_short = False
+        self.get_extra_info = transport.get_extra_info
+        self.pause_reading = transport.pause_reading
+        self.resume_reading = transport.resume_reading
+        self.write = transport.write
+        self.writelines = transport.writelines
+
+    def is_closing(self) -> bool:
+        return self._is_lingering or self._transport.is_closing()
+
+    def close(self) -> None:
+        if self.is_closing():
+            return
+        # TLS has a closing handshake of its own, which reads on until the caller takes part in it.
+        if self._transport.can_write_eof() and (self.is_cut_short or self._protocol.is_owed_more):
+            self._is_lingering = True
+            _Dropping(self._protocol, self._transport)
+        else:
+            self._transport.close()
+
+
+class _Dropping(asyncio.Protocol):
+    """Drops what a caller sends behind its answer, until it ends or `LINGER_SECONDS` are over."""
+
+    def __init__(self, protocol: ServerProtocol, transport: asyncio.Transport) -> None:
+        self._protocol = protocol
+        self._timer = protocol.loop.call_later(LINGER_SECONDS, transport.close)
+        transport.set_protocol(self)
+        transport.write_eof()
+        protocol.flow.resume_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        self._protocol.connection_lost(exc)
