@@ -1,12 +1,12 @@
-"""Plans in memory as ready answers: headers and bytes, plain and gzipped, built when a plan is stored or loaded."""
+"""Plans in memory as answers: headers and bytes, plain and gzipped, prepared when a plan is stored or loaded."""
 
 from __future__ import annotations
 
 import base64
 import gzip
 import hashlib
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Literal
 
 from bucketplan_core.epoch import Epoch
 from bucketplan_server.http.negotiation import MSGPACK_TYPE
@@ -17,6 +17,7 @@ __all__ = [
     "Entry",
     "EpochMemory",
     "PlanMemory",
+    "Prepared",
     "Served",
     "build_entry",
     "content_digest",
@@ -29,22 +30,33 @@ _WORTH_COMPRESSING_BYTES = 1024
 """Below this a gzip header and the work of inflating cost more than the bytes that are saved."""
 VARY = "Accept, Accept-Encoding, Bucketplan-Epoch"
 
-Message = dict[str, Any]
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """One answer as it is sent; `lines` are its `headers` as bytes, since a known plan is answered without a loop."""
+
+    status: Literal[200, 304]
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    lines: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lines", b"".join(b"%b: %b\r\n" % header for header in self.headers))
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One revision with its ASGI messages: `plain`, `gzipped` (None where not worth it) and two that hold no body.
+    """One revision with its answers: `plain`, `gzipped` (None where not worth it) and two that hold no body.
 
     A 304 carries the tag of the answer that it stands for: `not_modified` of `plain`, `not_modified_weak` of others.
     """
 
     row: PlanRow
     etag: bytes
-    plain: tuple[Message, Message]
-    gzipped: tuple[Message, Message] | None
-    not_modified: tuple[Message, Message]
-    not_modified_weak: tuple[Message, Message]
+    plain: Prepared
+    gzipped: Prepared | None
+    not_modified: Prepared
+    not_modified_weak: Prepared
 
     @property
     def signature(self) -> str:
@@ -52,7 +64,7 @@ class Served:
 
     @property
     def size_bytes(self) -> int:
-        packed = 0 if self.gzipped is None else len(self.gzipped[1]["body"])
+        packed = 0 if self.gzipped is None else len(self.gzipped.body)
         return len(self.row.plan) + packed
 
 
@@ -101,10 +113,10 @@ def plan_headers(row: PlanRow, *, weak: bool) -> list[tuple[bytes, bytes]]:
 
 def serve(row: PlanRow) -> Served:
     """Prepare the answers of one revision; compresses, so large plans belong in a thread."""
-    plain = _messages(row, row.plan, encoding=None)
+    plain = _with_body(row, row.plan, encoding=None)
     gzipped = None
     if len(row.plan) >= _WORTH_COMPRESSING_BYTES:
-        gzipped = _messages(row, gzip.compress(row.plan, mtime=0), encoding=b"gzip")
+        gzipped = _with_body(row, gzip.compress(row.plan, mtime=0), encoding=b"gzip")
     return Served(
         row=row,
         etag=f'"{row.digest}"'.encode(),
@@ -115,14 +127,11 @@ def serve(row: PlanRow) -> Served:
     )
 
 
-def _not_modified(row: PlanRow, *, weak: bool) -> tuple[Message, Message]:
-    return (
-        {"type": "http.response.start", "status": 304, "headers": plan_headers(row, weak=weak)},
-        {"type": "http.response.body", "body": b""},
-    )
+def _not_modified(row: PlanRow, *, weak: bool) -> Prepared:
+    return Prepared(304, plan_headers(row, weak=weak), b"")
 
 
-def _messages(row: PlanRow, body: bytes, *, encoding: bytes | None) -> tuple[Message, Message]:
+def _with_body(row: PlanRow, body: bytes, *, encoding: bytes | None) -> Prepared:
     headers = [
         (b"content-type", MSGPACK_TYPE.encode()),
         (b"content-length", str(len(body)).encode()),
@@ -131,10 +140,7 @@ def _messages(row: PlanRow, body: bytes, *, encoding: bytes | None) -> tuple[Mes
     ]
     if encoding is not None:
         headers.append((b"content-encoding", encoding))
-    return (
-        {"type": "http.response.start", "status": 200, "headers": headers},
-        {"type": "http.response.body", "body": body},
-    )
+    return Prepared(200, headers, body)
 
 
 class PlanMemory(Recent[str, Entry]):

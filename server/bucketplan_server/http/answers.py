@@ -11,7 +11,7 @@ from bucketplan_core.plan import Plan
 from bucketplan_core.wire import WireValue, pack, to_json
 from bucketplan_server.beside import DECODED_BYTES, beside
 from bucketplan_server.http.negotiation import JSON_TYPE, MSGPACK_TYPE, Encoding, accepts_gzip, names_tag, preferred
-from bucketplan_server.memory import Served, plan_headers
+from bucketplan_server.memory import Prepared, Served, plan_headers
 from bucketplan_server.problems import Problem
 
 __all__ = ["answer", "large_answer", "listed", "plan_answer", "problem_answer", "wanted_encoding"]
@@ -64,7 +64,7 @@ async def plan_answer(request: Request, served: Served, encoding: Encoding, *, s
     packed = served.gzipped if accepts_gzip(listed(request, "accept-encoding")) else None
     if request.method in ("GET", "HEAD") and names_tag(request.headers.getlist("if-none-match"), served.row.digest):
         is_weak = encoding == "json" or packed is not None
-        return _raw(served.not_modified_weak if is_weak else served.not_modified, 304)
+        return _raw(served.not_modified_weak if is_weak else served.not_modified)
     if encoding == "json":
         body = await beside(len(served.row.plan) > DECODED_BYTES, _readable_plan, served.row.plan)
         response = Response(body, status_code=status, media_type=JSON_TYPE)
@@ -90,9 +90,8 @@ def problem_answer(problem: Problem, accept: str | None, *, content_type: str | 
     )
 
 
-def _raw(messages: tuple[dict[str, object], dict[str, object]], status: int) -> Response:
-    start, body = messages
-    response = Response(body["body"], status_code=status)
+def _raw(prepared: Prepared, status: int | None = None) -> Response:
+    response = Response(prepared.body, status_code=prepared.status if status is None else status)
     # The headers were built with the body; Response would add a length of its own.
-    response.raw_headers = list(start["headers"])  # type: ignore[call-overload]  # a message of ASGI
+    response.raw_headers = list(prepared.headers)
     return response

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from typing import Any
 from urllib.parse import parse_qsl
 
 import structlog
@@ -22,7 +21,8 @@ from bucketplan_server.access.dependency import SAFE_METHODS
 from bucketplan_server.http.bodies import too_large
 from bucketplan_server.http.intake import Intake
 from bucketplan_server.http.negotiation import MSGPACK_TYPE
-from bucketplan_server.memory import EpochMemory, PlanMemory, fixed_key
+from bucketplan_server.http.protocol import write_stored
+from bucketplan_server.memory import EpochMemory, PlanMemory, Prepared, fixed_key
 from bucketplan_server.metrics import Metrics
 from bucketplan_server.pages.places import login_redirect
 from bucketplan_server.pages.problem import refusal
@@ -80,17 +80,25 @@ class Front:
             await self._app(scope, receive, send)
             return
         if scope["method"] == "GET":
-            messages = self._known_plan(scope)
-            if messages is not None:
+            known = self._known_plan(scope)
+            if known is not None:
+                prepared, request_id = known
                 self._tallies["bucketplan_plan_hits_total", "memory"] += 1
-                self._statuses[messages[0]["status"]] += 1
-                await send(messages[0])
-                await send(messages[1])
+                self._statuses[prepared.status] += 1
+                lines = prepared.lines
+                if request_id is not None:
+                    lines += b"x-request-id: %b\r\n" % request_id
+                if not write_stored(scope, prepared.status, lines, prepared.body):
+                    headers = list(prepared.headers)
+                    if request_id is not None:
+                        headers.append((b"x-request-id", request_id))
+                    await send({"type": "http.response.start", "status": prepared.status, "headers": headers})
+                    await send({"type": "http.response.body", "body": prepared.body})
                 return
         await self._behind_proxies(scope, receive, send)  # type: ignore[arg-type]  # the same difference of types
 
-    def _known_plan(self, scope: Scope) -> tuple[Any, Any] | None:
-        """The stored answer, or None where anything about the request is not the plain case."""
+    def _known_plan(self, scope: Scope) -> tuple[Prepared, bytes | None] | None:
+        """The stored answer and the request id to repeat, or None where anything is not the plain case."""
         path = scope["path"]
         if len(path) != _PLAN_PATH_CHARACTERS or not path.startswith(_PREFIX):
             return None
@@ -158,12 +166,8 @@ class Front:
             return None
         is_known = known and (served.etag in known or known == b"*")
         if gzip and served.gzipped is not None:
-            start, body = served.not_modified_weak if is_known else served.gzipped
-        else:
-            start, body = served.not_modified if is_known else served.plain
-        if request_id is not None:
-            start = {**start, "headers": [*start["headers"], (b"x-request-id", request_id)]}
-        return start, body
+            return (served.not_modified_weak if is_known else served.gzipped), request_id
+        return (served.not_modified if is_known else served.plain), request_id
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
