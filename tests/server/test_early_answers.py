@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.support.guarded import wait_until
@@ -96,5 +97,16 @@ def test_a_connection_that_lingers_does_not_hold_up_the_end(tmp_path):
     with running_server(tmp_path, max_body_bytes=MOST_BYTES) as server, connected(server) as connection:
         connection.sendall(f"{POST}{TOO_LONG}\r\n".encode())
         wait_until(lambda: b" 413 " in connection.recv(65_536, socket.MSG_PEEK))
+        assert server.terminate() == 0
+        assert "Traceback" not in server.log.read_text()
+
+
+def test_an_answer_that_comes_behind_the_close_is_dropped(tmp_path):
+    with running_server(tmp_path, max_body_bytes=MOST_BYTES) as server:
+        with connected(server) as connection:
+            connection.sendall(b"GET /v1/plans HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nno HTTP\r\n")
+            assert everything(connection).startswith(b"HTTP/1.1 400 ")
+            # The connection is still open on this side, so the server has a place to write the first answer to.
+            assert httpx.get(f"{server.url}/v1/plans", timeout=PATIENCE_S).status_code == 200
         assert server.terminate() == 0
         assert "Traceback" not in server.log.read_text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from asyncio.events import TimerHandle
+from collections.abc import Callable, Iterable
 from typing import Literal, cast
 
 from starlette.types import Scope
@@ -107,8 +108,8 @@ class _LingeringClose:
         self.get_extra_info = transport.get_extra_info
         self.pause_reading = transport.pause_reading
         self.resume_reading = transport.resume_reading
-        self.write = transport.write
-        self.writelines = transport.writelines
+        self.write: Callable[[bytes], None] = transport.write
+        self.writelines: Callable[[Iterable[bytes]], None] = transport.writelines
 
     def is_closing(self) -> bool:
         return self._is_lingering or self._transport.is_closing()
@@ -119,9 +120,15 @@ class _LingeringClose:
         # TLS has a closing handshake of its own, which reads on until the caller takes part in it.
         if self._transport.can_write_eof() and (self.is_cut_short or self._protocol.is_owed_more):
             self._is_lingering = True
+            # An earlier call of this connection may still be worked on, and its answer has no place any more.
+            self.write = self.writelines = _drop
             _Dropping(self._protocol, self._transport)
         else:
             self._transport.close()
+
+
+def _drop(_data: object) -> None:
+    """Write nothing."""
 
 
 class _Dropping(asyncio.Protocol):
